@@ -1,0 +1,138 @@
+"""One worker's control stream, seen from the controller: sequence numbers out, events in.
+
+Translates between the scheduler's commands and events and the messages of worker.proto, and owns the outgoing queue of one
+incarnation. Must not know what the messages mean to a run. Called by the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from waypath.controller import commands as c
+from waypath.controller.graph import Node
+from waypath.controller.runs.trace import PhaseSpan
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.codecs import dump_json, load_json
+from waypath.proto.errors import LocalError, from_message
+
+MAX_QUEUED_MESSAGES = 4096
+
+
+def node_message(node: Node) -> pb.Node:
+    """Returns the wire form of a node."""
+    return pb.Node(
+        node_id=node.node_id,
+        kind=node.kind,
+        service=node.service,
+        method=node.method,
+        inputs=node.inputs,
+        options_json=node.options_json,
+        deadline_s=node.deadline_s,
+    )
+
+
+def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
+    """Returns the message of a command, without epoch and sequence."""
+    message = pb.ControllerMessage()
+    if isinstance(command, c.InstallProgram):
+        message.install.program_id = command.program_id
+        message.install.name = command.name
+        message.install.nodes.extend(node_message(node) for node in command.nodes)
+    elif isinstance(command, c.Execute):
+        execute = message.execute
+        execute.execution_id = command.execution_id
+        execute.program_id = command.program_id
+        execute.args_json = dump_json(dict(command.args))
+        execute.gang_sequence = command.gang_sequence
+        for node_id, attempt in command.nodes:
+            execute.nodes.add(node_id=node_id, attempt=attempt)
+        for node_id, workers in command.locations.items():
+            execute.locations.add(node_id=node_id, workers=workers)
+    elif isinstance(command, c.Relocate):
+        message.relocate.execution_id = command.execution_id
+        message.relocate.location.node_id = command.node_id
+        message.relocate.location.workers.extend(command.workers)
+    elif isinstance(command, c.ReleaseObjects):
+        message.release.execution_id = command.execution_id
+        message.release.node_ids.extend(command.node_ids)
+    elif isinstance(command, c.CancelExecution):
+        message.cancel.execution_id = command.execution_id
+        message.cancel.reason = command.reason
+    elif isinstance(command, c.AbortWorld):
+        message.abort_world.reason = command.reason
+    else:
+        raise LocalError(f"no message for {type(command).__name__}")
+    return message
+
+
+def node_event(worker: str, incarnation: str, event: pb.NodeEvent) -> c.NodeFinished | c.NodeFailed | None:
+    """Returns the scheduler's event for a node event; None for a cancelled node, which changes nothing."""
+    if event.state == pb.NodeEvent.FINISHED:
+        return c.NodeFinished(
+            worker=worker,
+            incarnation=incarnation,
+            execution_id=event.execution_id,
+            node_id=event.node_id,
+            attempt=event.attempt,
+            result=load_json(event.result_json),
+            object_bytes=event.object_bytes,
+        )
+    if event.state == pb.NodeEvent.FAILED:
+        return c.NodeFailed(
+            worker=worker,
+            incarnation=incarnation,
+            execution_id=event.execution_id,
+            node_id=event.node_id,
+            attempt=event.attempt,
+            error=from_message(event.error),
+        )
+    return None
+
+
+def phase_spans(worker: str, event: pb.NodeEvent) -> list[PhaseSpan]:
+    """Returns the spans that came with a node event."""
+    return [PhaseSpan(worker, span.name, span.start_ns, span.end_ns) for span in event.spans]
+
+
+@dataclass
+class Connection:
+    """The live stream of one worker incarnation."""
+
+    register: pb.Register
+    epoch: int
+    heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
+    heard_s: float = field(default_factory=time.monotonic)
+    _sequence: int = 0
+    _outgoing: asyncio.Queue[pb.ControllerMessage | None] = field(
+        default_factory=lambda: asyncio.Queue(MAX_QUEUED_MESSAGES)
+    )
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return str(self.register.worker)
+
+    def send(self, message: pb.ControllerMessage) -> None:
+        """Numbers a message and queues it; raises LocalError where the worker does not read (nothing queues without bound)."""
+        self._sequence += 1
+        message.epoch = self.epoch
+        message.sequence = self._sequence
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            raise LocalError(
+                f"worker {self.worker} does not read: {MAX_QUEUED_MESSAGES} messages wait for it"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the stream behind what is queued."""
+        if not self._outgoing.full():
+            self._outgoing.put_nowait(None)
+
+    async def outgoing(self) -> AsyncIterator[pb.ControllerMessage]:
+        """Yields queued messages until the stream is closed."""
+        while (message := await self._outgoing.get()) is not None:
+            yield message

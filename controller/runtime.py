@@ -1,0 +1,316 @@
+"""The run loop: the one place where the scheduler meets time and sockets.
+
+Feeds events to the scheduler, sends its commands to workers, and hands executions to runs as awaitables. Owns liveness: a
+stream that ends, or a worker that is silent for too long, is a lost worker. Must not know what a run computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from waypath.controller import commands as c
+from waypath.controller.connection import Connection, command_message, node_event, phase_spans
+from waypath.controller.graph import Program
+from waypath.controller.resources import Resources
+from waypath.controller.runs.trace import PhaseSpan
+from waypath.controller.scheduler import Scheduler
+from waypath.proto import version
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.errors import DeadlineError, ProtocolError, WaypathError, trailer
+from waypath.proto.worker_pb2_grpc import WorkerServicer
+
+HEARTBEAT_TIMEOUT_S = 45.0
+LIVENESS_PERIOD_S = 1.0
+MAX_SPANS = 20_000
+
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+WorkerHook = Callable[[str, str], None]
+
+log = logging.getLogger("waypath.controller")
+
+
+class Execution:
+    """An execution that was submitted. Await `result()` for all of it, `node()` for one node."""
+
+    def __init__(self, execution_id: str, program: Program) -> None:
+        self.execution_id = execution_id
+        self.program = program
+        loop = asyncio.get_running_loop()
+        self._result: asyncio.Future[Results] = loop.create_future()
+        self._nodes: dict[str, asyncio.Future[Mapping[str, Mapping[str, Any]]]] = {}
+        self._loop = loop
+
+    async def result(self) -> Results:
+        """Returns node id → worker → control-road result; raises the WaypathError that ended it."""
+        return await asyncio.shield(self._result)
+
+    async def node(self, node_id: str) -> Mapping[str, Mapping[str, Any]]:
+        """Returns worker → result of one node as soon as it has finished everywhere."""
+        return await asyncio.shield(self._nodes.setdefault(node_id, self._loop.create_future()))
+
+    def node_completed(self, node_id: str, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Told by the runtime."""
+        future = self._nodes.setdefault(node_id, self._loop.create_future())
+        if not future.done():
+            future.set_result(results)
+
+    def completed(self, command: c.ExecutionCompleted) -> None:
+        """Told by the runtime."""
+        futures: list[asyncio.Future[Any]] = [self._result, *self._nodes.values()]
+        for future in futures:
+            if future.done():
+                continue
+            if command.error is None:
+                future.set_result(command.results)
+            else:
+                future.set_exception(command.error)
+                future.exception()  # whoever awaits it sees it; nobody has to
+
+
+class Runtime(WorkerServicer):
+    """Workers' streams on one side, executions on the other, the scheduler between."""
+
+    def __init__(self, resources: Resources, cluster_id: str, epoch: int) -> None:
+        self.cluster_id = cluster_id
+        self.epoch = epoch
+        self.scheduler = Scheduler(resources)
+        self.connections: dict[str, Connection] = {}
+        self._executions: dict[str, Execution] = {}
+        self._owners: dict[str, str] = {}
+        self._spans: dict[str, deque[PhaseSpan]] = {}
+        self._hooks: list[tuple[WorkerHook, WorkerHook]] = []
+        self._number = 0
+        self._changed = asyncio.Condition()
+        self._closing = False
+
+    # What runs use
+
+    def submit(self, program: Program, args: Mapping[str, Any], *, owner: str) -> Execution:
+        """Dispatches `program`; returns at once. Raises GraphError where it does not fit the cluster."""
+        self._number += 1
+        execution_id = f"{program.name}-{self._number}-{secrets.token_hex(3)}"
+        execution = Execution(execution_id, program)
+        self._executions[execution_id] = execution
+        self._owners[execution_id] = owner
+        try:
+            self._handle(c.ExecutionSubmitted(execution_id, program, args, owner))
+        except WaypathError:
+            self._forget(execution_id)
+            raise
+        return execution
+
+    def release(self, owner: str, reason: str) -> None:
+        """Cancels what the owner still has and frees its objects."""
+        self._handle(c.OwnerReleased(owner, reason))
+        self._spans.pop(owner, None)
+
+    def take_spans(self, owner: str) -> list[PhaseSpan]:
+        """Returns the spans that came for the owner's executions since the last call."""
+        return list(self._spans.pop(owner, ()))
+
+    def pool_ready(self, pool: str, member: str) -> None:
+        """Lets the scheduler place nodes of `pool` on `member`; a member that is gone meanwhile is left out."""
+        if member in self.connections:
+            self._handle(c.PoolMemberReady(pool, member))
+
+    def workers(self, role: str) -> list[str]:
+        """Names of the live workers of a role, sorted."""
+        return sorted(name for name, link in self.connections.items() if link.register.role == role)
+
+    @contextlib.contextmanager
+    def watch_workers(self, joined: WorkerHook, lost: WorkerHook) -> Iterator[None]:
+        """Calls `joined(worker, role)` and `lost(worker, role)` while the context is open."""
+        hook = (joined, lost)
+        self._hooks.append(hook)
+        try:
+            yield
+        finally:
+            self._hooks.remove(hook)
+
+    def fence(self, worker: str, reason: str) -> None:
+        """Tells a worker to leave; its supervisor starts it anew."""
+        link = self.connections.get(worker)
+        if link is not None:
+            self.log(f"fencing {worker}: {reason}")
+            link.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
+
+    async def wait_for_workers(self, timeout_s: float) -> None:
+        """Waits until every slice of the cluster is up; raises DeadlineError naming the workers that are missing."""
+        resources = self.scheduler.resources
+
+        def missing() -> list[str]:
+            return [worker for name in resources.slices for worker in resources.missing(name)]
+
+        try:
+            async with self._changed, asyncio.timeout(timeout_s):
+                await self._changed.wait_for(lambda: not missing())
+        except TimeoutError:
+            raise DeadlineError(
+                f"workers {', '.join(missing())} did not register within {timeout_s:g} s",
+                remedy="look into their logs",
+            ) from None
+
+    def log(self, text: str) -> None:
+        """Writes a line to the controller's log."""
+        log.info(text)
+
+    # The workers' side
+
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[pb.WorkerMessage],
+        context: grpc.aio.ServicerContext[pb.WorkerMessage, pb.ControllerMessage],
+    ) -> AsyncIterator[pb.ControllerMessage]:
+        """Serves one worker's stream from Register to its end."""
+        link = await self._admit(request_iterator, context)
+        reader = asyncio.create_task(self._read(link, request_iterator), name=f"read {link.worker}")
+        cause = "its control stream ended"
+        try:
+            async for message in link.outgoing():
+                yield message
+            cause = "it was told to leave"
+        finally:
+            reader.cancel()
+            if reader.done() and not reader.cancelled() and (error := reader.exception()) is not None:
+                cause = str(error)
+            await self._lose(link, cause)
+
+    async def _admit(self, messages: AsyncIterator[pb.WorkerMessage], context: Any) -> Connection:
+        link: Connection | None = None
+        try:
+            first = await anext(aiter(messages), None)
+            if first is None or first.WhichOneof("kind") != "register":
+                raise ProtocolError("the first message of a worker must be Register")
+            register = first.register
+            ours = version.versions()
+            version.check(register.versions, ours, f"worker {register.worker}")
+            link = Connection(register, self.epoch)
+            if register.worker not in self.connections:  # else the scheduler refuses the name
+                self.connections[register.worker] = link
+            link.send(pb.ControllerMessage(welcome=pb.Welcome(cluster_id=self.cluster_id, versions=ours)))
+            self._handle(
+                c.WorkerJoined(
+                    worker=register.worker,
+                    incarnation=register.incarnation,
+                    world=register.world,
+                    process_index=register.process_index,
+                    process_count=max(1, register.process_count),
+                )
+            )
+        except WaypathError as error:
+            self.log(f"refused a worker: {error}")
+            if link is not None and self.connections.get(link.worker) is link:
+                del self.connections[link.worker]
+            context.set_trailing_metadata(trailer(error))
+            await context.abort(error.status, str(error))
+            raise
+        self._tell_peers()
+        self.log(f"{link.worker} joined (pid {register.pid}, incarnation {register.incarnation})")
+        for joined, _ in list(self._hooks):
+            joined(link.worker, register.role)
+        await self._notify()
+        return link
+
+    async def _read(self, link: Connection, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        try:
+            async for message in messages:
+                link.heard_s = time.monotonic()
+                kind = message.WhichOneof("kind")
+                if kind == "node":
+                    self._node_event(link, message.node)
+                elif kind == "heartbeat":
+                    link.heartbeat = message.heartbeat
+                elif kind == "ack":
+                    self._handle(c.Acked(link.worker, message.ack.sequence))
+                elif kind == "nack":
+                    raise ProtocolError(
+                        f"worker {link.worker} refused message {message.nack.found} (expected {message.nack.expected}): "
+                        f"{message.nack.reason}"
+                    )
+        finally:
+            link.close()
+
+    def _node_event(self, link: Connection, event: pb.NodeEvent) -> None:
+        owner = self._owners.get(event.execution_id)
+        if owner is not None:
+            spans = self._spans.setdefault(owner, deque(maxlen=MAX_SPANS))
+            spans.extend(phase_spans(link.worker, event))
+        translated = node_event(link.worker, link.register.incarnation, event)
+        if translated is not None:
+            self._handle(translated)
+
+    async def _lose(self, link: Connection, cause: str) -> None:
+        if self.connections.get(link.worker) is not link:
+            return
+        del self.connections[link.worker]
+        self.log(f"{link.worker} lost: {cause}")
+        self._handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
+        self._tell_peers()
+        for _, lost in list(self._hooks):
+            lost(link.worker, link.register.role)
+        await self._notify()
+
+    async def watch_liveness(self) -> None:
+        """Runs for ever: a worker that is silent for `HEARTBEAT_TIMEOUT_S` is lost."""
+        while True:
+            await asyncio.sleep(LIVENESS_PERIOD_S)
+            now_s = time.monotonic()
+            for link in list(self.connections.values()):
+                silent_s = now_s - link.heard_s
+                if silent_s > HEARTBEAT_TIMEOUT_S:
+                    await self._lose(link, f"no heartbeat for {silent_s:.0f} s")
+                    link.close()
+
+    async def close(self, reason: str) -> None:
+        """Tells every worker to leave and ends their streams."""
+        for link in list(self.connections.values()):
+            link.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
+            link.close()
+
+    # The scheduler
+
+    def _handle(self, event: c.Event) -> None:
+        for command in self.scheduler.handle(event):
+            if isinstance(command, c.WorkerCommand):
+                link = self.connections.get(command.worker)
+                if link is not None:
+                    link.send(command_message(command))
+            elif isinstance(command, c.NodeCompleted):
+                execution = self._executions.get(command.execution_id)
+                if execution is not None:
+                    execution.node_completed(command.node_id, command.results)
+            elif isinstance(command, c.ExecutionCompleted):
+                execution = self._executions.get(command.execution_id)
+                if execution is not None:
+                    execution.completed(command)
+                self._forget(command.execution_id)
+
+    def _forget(self, execution_id: str) -> None:
+        self._executions.pop(execution_id, None)
+        self._owners.pop(execution_id, None)
+
+    def _tell_peers(self) -> None:
+        peers = pb.Peers()
+        for link in self.connections.values():
+            register = link.register
+            peers.peers.add(
+                worker=register.worker,
+                incarnation=register.incarnation,
+                data_addresses=register.data_addresses,
+                host_id=register.host_id,
+            )
+        for link in self.connections.values():
+            link.send(pb.ControllerMessage(peers=peers))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

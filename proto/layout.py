@@ -1,0 +1,113 @@
+"""Layouts: where the boxes of each canonical tensor lie, and the copies that lead from one layout to another.
+
+Pure data, shared by the planner in the controller and the transfers in the workers. A tensor is named by its canonical
+Hugging Face name; a box is half-open, `lower[i] <= index < upper[i]`, in the tensor's own axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from waypath.proto.errors import ProtocolError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One box of a tensor on one device of one worker."""
+
+    worker: str
+    device: int
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A canonical tensor: global `shape`, `dtype` name and the shards that hold it (replicas repeat boxes)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of one model on one slice, by name."""
+
+    tensors: Mapping[str, TensorLayout]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON form: `{"tensors": {name: {"shape", "dtype", "shards": [[worker, device, lower, upper]]}}}`."""
+        return {
+            "tensors": {
+                name: {
+                    "shape": list(tensor.shape),
+                    "dtype": tensor.dtype,
+                    "shards": [[s.worker, s.device, list(s.lower), list(s.upper)] for s in tensor.shards],
+                }
+                for name, tensor in self.tensors.items()
+            }
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Layout:
+        """Reads the JSON form; raises ProtocolError on a malformed one."""
+        try:
+            return cls(
+                {
+                    str(name): TensorLayout(
+                        name=str(name),
+                        shape=tuple(int(n) for n in tensor["shape"]),
+                        dtype=str(tensor["dtype"]),
+                        shards=tuple(
+                            Shard(str(w), int(d), tuple(map(int, lower)), tuple(map(int, upper)))
+                            for w, d, lower, upper in tensor["shards"]
+                        ),
+                    )
+                    for name, tensor in value["tensors"].items()
+                }
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"malformed layout: {type(error).__name__}: {error}") from None
+
+    def merged(self, *others: Layout) -> Layout:
+        """Returns the layout of one slice from the parts that its processes report; raises ProtocolError if they disagree."""
+        tensors = dict(self.tensors)
+        for other in others:
+            if other.tensors.keys() != tensors.keys():
+                raise ProtocolError(
+                    f"processes disagree on tensor names: {sorted(other.tensors.keys() ^ tensors.keys())}"
+                )
+            for name, part in other.tensors.items():
+                mine = tensors[name]
+                if (mine.shape, mine.dtype) != (part.shape, part.dtype):
+                    raise ProtocolError(
+                        f"{name}: {mine.dtype}{list(mine.shape)} on one process, {part.dtype}{list(part.shape)} on another"
+                    )
+                tensors[name] = TensorLayout(name, mine.shape, mine.dtype, mine.shards + part.shards)
+        return Layout(tensors)
+
+
+@dataclass(frozen=True)
+class SliceCopy:
+    """Move the box [lower, upper) of `tensor` from `source` (a worker) to `destination` (a worker)."""
+
+    tensor: str
+    source: str
+    destination: str
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the form that a stage node's `copies` option holds (the destination is the node's own worker)."""
+        return {
+            "tensor": self.tensor,
+            "source": self.source,
+            "lower": list(self.lower),
+            "upper": list(self.upper),
+        }
