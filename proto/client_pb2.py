@@ -4,15 +4,18 @@
 # source: waypath/proto/client.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "waypath/proto/client.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'waypath/proto/client.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,49 +25,47 @@ _sym_db = _symbol_database.Default()
 from waypath.proto import common_pb2 as waypath_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1awaypath/proto/client.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto"6\n\x0cHelloRequest\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions"W\n\nHelloReply\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04"J\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x12\n\nresume_run\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t"\x1f\n\rStartRunReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t"\x11\n\x0fListRunsRequest"5\n\rListRunsReply\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.waypath.v1.RunSummary"]\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x11\n\tdirectory\x18\x05 \x01(\t"4\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\r"S\n\tRunUpdate\x12\x16\n\x0cmetrics_json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bresult_json\x18\x02 \x01(\tH\x00\x12\x0f\n\x05phase\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind"6\n\x10\x43\x61ncelRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\x08"\x10\n\x0e\x43\x61ncelRunReply"/\n\x10\x45xportRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03out\x18\x02 \x01(\t";\n\x0e\x45xportRunReply\x12\x12\n\nexport_dir\x18\x01 \x01(\t\x12\x15\n\rparams_digest\x18\x02 \x01(\t".\n\x0eSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03"\x1d\n\x06Sample\x12\x13\n\x0bsample_json\x18\x01 \x01(\t"\x0f\n\rStatusRequest""\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\x96\x04\n\x06\x43lient\x12\x39\n\x05Hello\x12\x18.waypath.v1.HelloRequest\x1a\x16.waypath.v1.HelloReply\x12\x42\n\x08StartRun\x12\x1b.waypath.v1.StartRunRequest\x1a\x19.waypath.v1.StartRunReply\x12\x42\n\x08ListRuns\x12\x1b.waypath.v1.ListRunsRequest\x1a\x19.waypath.v1.ListRunsReply\x12@\n\x08WatchRun\x12\x1b.waypath.v1.WatchRunRequest\x1a\x15.waypath.v1.RunUpdate0\x01\x12\x45\n\tCancelRun\x12\x1c.waypath.v1.CancelRunRequest\x1a\x1a.waypath.v1.CancelRunReply\x12\x45\n\tExportRun\x12\x1c.waypath.v1.ExportRunRequest\x1a\x1a.waypath.v1.ExportRunReply\x12;\n\x07Samples\x12\x1a.waypath.v1.SamplesRequest\x1a\x12.waypath.v1.Sample0\x01\x12<\n\x06Status\x12\x19.waypath.v1.StatusRequest\x1a\x17.waypath.v1.StatusReplyb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1awaypath/proto/client.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto\"6\n\x0cHelloRequest\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\"W\n\nHelloReply\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"J\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x12\n\nresume_run\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\"\x1f\n\rStartRunReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x11\n\x0fListRunsRequest\"5\n\rListRunsReply\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.waypath.v1.RunSummary\"]\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x11\n\tdirectory\x18\x05 \x01(\t\"4\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\r\"S\n\tRunUpdate\x12\x16\n\x0cmetrics_json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bresult_json\x18\x02 \x01(\tH\x00\x12\x0f\n\x05phase\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"6\n\x10\x43\x61ncelRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\x08\"\x10\n\x0e\x43\x61ncelRunReply\"/\n\x10\x45xportRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03out\x18\x02 \x01(\t\";\n\x0e\x45xportRunReply\x12\x12\n\nexport_dir\x18\x01 \x01(\t\x12\x15\n\rparams_digest\x18\x02 \x01(\t\".\n\x0eSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x1d\n\x06Sample\x12\x13\n\x0bsample_json\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\x96\x04\n\x06\x43lient\x12\x39\n\x05Hello\x12\x18.waypath.v1.HelloRequest\x1a\x16.waypath.v1.HelloReply\x12\x42\n\x08StartRun\x12\x1b.waypath.v1.StartRunRequest\x1a\x19.waypath.v1.StartRunReply\x12\x42\n\x08ListRuns\x12\x1b.waypath.v1.ListRunsRequest\x1a\x19.waypath.v1.ListRunsReply\x12@\n\x08WatchRun\x12\x1b.waypath.v1.WatchRunRequest\x1a\x15.waypath.v1.RunUpdate0\x01\x12\x45\n\tCancelRun\x12\x1c.waypath.v1.CancelRunRequest\x1a\x1a.waypath.v1.CancelRunReply\x12\x45\n\tExportRun\x12\x1c.waypath.v1.ExportRunRequest\x1a\x1a.waypath.v1.ExportRunReply\x12;\n\x07Samples\x12\x1a.waypath.v1.SamplesRequest\x1a\x12.waypath.v1.Sample0\x01\x12<\n\x06Status\x12\x19.waypath.v1.StatusRequest\x1a\x17.waypath.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "waypath.proto.client_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'waypath.proto.client_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_HELLOREQUEST"]._serialized_start = 70
-    _globals["_HELLOREQUEST"]._serialized_end = 124
-    _globals["_HELLOREPLY"]._serialized_start = 126
-    _globals["_HELLOREPLY"]._serialized_end = 213
-    _globals["_STARTRUNREQUEST"]._serialized_start = 215
-    _globals["_STARTRUNREQUEST"]._serialized_end = 289
-    _globals["_STARTRUNREPLY"]._serialized_start = 291
-    _globals["_STARTRUNREPLY"]._serialized_end = 322
-    _globals["_LISTRUNSREQUEST"]._serialized_start = 324
-    _globals["_LISTRUNSREQUEST"]._serialized_end = 341
-    _globals["_LISTRUNSREPLY"]._serialized_start = 343
-    _globals["_LISTRUNSREPLY"]._serialized_end = 396
-    _globals["_RUNSUMMARY"]._serialized_start = 398
-    _globals["_RUNSUMMARY"]._serialized_end = 491
-    _globals["_WATCHRUNREQUEST"]._serialized_start = 493
-    _globals["_WATCHRUNREQUEST"]._serialized_end = 545
-    _globals["_RUNUPDATE"]._serialized_start = 547
-    _globals["_RUNUPDATE"]._serialized_end = 630
-    _globals["_CANCELRUNREQUEST"]._serialized_start = 632
-    _globals["_CANCELRUNREQUEST"]._serialized_end = 686
-    _globals["_CANCELRUNREPLY"]._serialized_start = 688
-    _globals["_CANCELRUNREPLY"]._serialized_end = 704
-    _globals["_EXPORTRUNREQUEST"]._serialized_start = 706
-    _globals["_EXPORTRUNREQUEST"]._serialized_end = 753
-    _globals["_EXPORTRUNREPLY"]._serialized_start = 755
-    _globals["_EXPORTRUNREPLY"]._serialized_end = 814
-    _globals["_SAMPLESREQUEST"]._serialized_start = 816
-    _globals["_SAMPLESREQUEST"]._serialized_end = 862
-    _globals["_SAMPLE"]._serialized_start = 864
-    _globals["_SAMPLE"]._serialized_end = 893
-    _globals["_STATUSREQUEST"]._serialized_start = 895
-    _globals["_STATUSREQUEST"]._serialized_end = 910
-    _globals["_STATUSREPLY"]._serialized_start = 912
-    _globals["_STATUSREPLY"]._serialized_end = 946
-    _globals["_CLIENT"]._serialized_start = 949
-    _globals["_CLIENT"]._serialized_end = 1483
+  DESCRIPTOR._loaded_options = None
+  _globals['_HELLOREQUEST']._serialized_start=70
+  _globals['_HELLOREQUEST']._serialized_end=124
+  _globals['_HELLOREPLY']._serialized_start=126
+  _globals['_HELLOREPLY']._serialized_end=213
+  _globals['_STARTRUNREQUEST']._serialized_start=215
+  _globals['_STARTRUNREQUEST']._serialized_end=289
+  _globals['_STARTRUNREPLY']._serialized_start=291
+  _globals['_STARTRUNREPLY']._serialized_end=322
+  _globals['_LISTRUNSREQUEST']._serialized_start=324
+  _globals['_LISTRUNSREQUEST']._serialized_end=341
+  _globals['_LISTRUNSREPLY']._serialized_start=343
+  _globals['_LISTRUNSREPLY']._serialized_end=396
+  _globals['_RUNSUMMARY']._serialized_start=398
+  _globals['_RUNSUMMARY']._serialized_end=491
+  _globals['_WATCHRUNREQUEST']._serialized_start=493
+  _globals['_WATCHRUNREQUEST']._serialized_end=545
+  _globals['_RUNUPDATE']._serialized_start=547
+  _globals['_RUNUPDATE']._serialized_end=630
+  _globals['_CANCELRUNREQUEST']._serialized_start=632
+  _globals['_CANCELRUNREQUEST']._serialized_end=686
+  _globals['_CANCELRUNREPLY']._serialized_start=688
+  _globals['_CANCELRUNREPLY']._serialized_end=704
+  _globals['_EXPORTRUNREQUEST']._serialized_start=706
+  _globals['_EXPORTRUNREQUEST']._serialized_end=753
+  _globals['_EXPORTRUNREPLY']._serialized_start=755
+  _globals['_EXPORTRUNREPLY']._serialized_end=814
+  _globals['_SAMPLESREQUEST']._serialized_start=816
+  _globals['_SAMPLESREQUEST']._serialized_end=862
+  _globals['_SAMPLE']._serialized_start=864
+  _globals['_SAMPLE']._serialized_end=893
+  _globals['_STATUSREQUEST']._serialized_start=895
+  _globals['_STATUSREQUEST']._serialized_end=910
+  _globals['_STATUSREPLY']._serialized_start=912
+  _globals['_STATUSREPLY']._serialized_end=946
+  _globals['_CLIENT']._serialized_start=949
+  _globals['_CLIENT']._serialized_end=1483
 # @@protoc_insertion_point(module_scope)

@@ -4,36 +4,39 @@
 # source: waypath/proto/common.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "waypath/proto/common.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'waypath/proto/common.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1awaypath/proto/common.proto\x12\nwaypath.v1"X\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12\r\n\x05where\x18\x04 \x01(\t\x12\x11\n\ttraceback\x18\x05 \x01(\t"L\n\x08Versions\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x0b\n\x03jax\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t"o\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x63oords\x18\x03 \x03(\x05\x12\x13\n\x0bslice_index\x18\x04 \x01(\x05\x12\x10\n\x08local_id\x18\x05 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x03"F\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ns\x18\x02 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\tb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1awaypath/proto/common.proto\x12\nwaypath.v1\"X\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06remedy\x18\x03 \x01(\t\x12\r\n\x05where\x18\x04 \x01(\t\x12\x11\n\ttraceback\x18\x05 \x01(\t\"L\n\x08Versions\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x0b\n\x03jax\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\"o\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\x05\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06\x63oords\x18\x03 \x03(\x05\x12\x13\n\x0bslice_index\x18\x04 \x01(\x05\x12\x10\n\x08local_id\x18\x05 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x03\"F\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08start_ns\x18\x02 \x01(\x03\x12\x0e\n\x06\x65nd_ns\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "waypath.proto.common_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'waypath.proto.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ERROR"]._serialized_start = 42
-    _globals["_ERROR"]._serialized_end = 130
-    _globals["_VERSIONS"]._serialized_start = 132
-    _globals["_VERSIONS"]._serialized_end = 208
-    _globals["_DEVICE"]._serialized_start = 210
-    _globals["_DEVICE"]._serialized_end = 321
-    _globals["_SPAN"]._serialized_start = 323
-    _globals["_SPAN"]._serialized_end = 393
+  DESCRIPTOR._loaded_options = None
+  _globals['_ERROR']._serialized_start=42
+  _globals['_ERROR']._serialized_end=130
+  _globals['_VERSIONS']._serialized_start=132
+  _globals['_VERSIONS']._serialized_end=208
+  _globals['_DEVICE']._serialized_start=210
+  _globals['_DEVICE']._serialized_end=321
+  _globals['_SPAN']._serialized_start=323
+  _globals['_SPAN']._serialized_end=393
 # @@protoc_insertion_point(module_scope)

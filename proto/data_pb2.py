@@ -4,50 +4,53 @@
 # source: waypath/proto/data.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "waypath/proto/data.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'waypath/proto/data.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18waypath/proto/data.proto\x12\nwaypath.v1"1\n\x08ObjectId\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t"D\n\x0bPullRequest\x12%\n\x07objects\x18\x01 \x03(\x0b\x32\x14.waypath.v1.ObjectId\x12\x0e\n\x06puller\x18\x02 \x01(\t"H\n\x0b\x41rrayHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03"J\n\x0c\x42undleHeader\x12\x11\n\tmeta_json\x18\x01 \x01(\t\x12\'\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x17.waypath.v1.ArrayHeader"g\n\tPullChunk\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.waypath.v1.ObjectHeaderH\x00\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x13.waypath.v1.PayloadH\x00\x42\x06\n\x04kind"u\n\x0cObjectHeader\x12$\n\x06object\x18\x01 \x01(\x0b\x32\x14.waypath.v1.ObjectId\x12(\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x18.waypath.v1.BundleHeader\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x03"\'\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07"5\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05lower\x18\x02 \x03(\x03\x12\r\n\x05upper\x18\x03 \x03(\x03"P\n\rSlicesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06puller\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.waypath.v1.Slice"I\n\nSliceChunk\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x32\x83\x01\n\x04\x44\x61ta\x12\x38\n\x04Pull\x12\x17.waypath.v1.PullRequest\x1a\x15.waypath.v1.PullChunk0\x01\x12\x41\n\nPullSlices\x12\x19.waypath.v1.SlicesRequest\x1a\x16.waypath.v1.SliceChunk0\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18waypath/proto/data.proto\x12\nwaypath.v1\"1\n\x08ObjectId\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"D\n\x0bPullRequest\x12%\n\x07objects\x18\x01 \x03(\x0b\x32\x14.waypath.v1.ObjectId\x12\x0e\n\x06puller\x18\x02 \x01(\t\"H\n\x0b\x41rrayHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"J\n\x0c\x42undleHeader\x12\x11\n\tmeta_json\x18\x01 \x01(\t\x12\'\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x17.waypath.v1.ArrayHeader\"g\n\tPullChunk\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.waypath.v1.ObjectHeaderH\x00\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x13.waypath.v1.PayloadH\x00\x42\x06\n\x04kind\"u\n\x0cObjectHeader\x12$\n\x06object\x18\x01 \x01(\x0b\x32\x14.waypath.v1.ObjectId\x12(\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x18.waypath.v1.BundleHeader\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x03\"\'\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\"5\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05lower\x18\x02 \x03(\x03\x12\r\n\x05upper\x18\x03 \x03(\x03\"P\n\rSlicesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06puller\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.waypath.v1.Slice\"I\n\nSliceChunk\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x32\x83\x01\n\x04\x44\x61ta\x12\x38\n\x04Pull\x12\x17.waypath.v1.PullRequest\x1a\x15.waypath.v1.PullChunk0\x01\x12\x41\n\nPullSlices\x12\x19.waypath.v1.SlicesRequest\x1a\x16.waypath.v1.SliceChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "waypath.proto.data_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'waypath.proto.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_OBJECTID"]._serialized_start = 40
-    _globals["_OBJECTID"]._serialized_end = 89
-    _globals["_PULLREQUEST"]._serialized_start = 91
-    _globals["_PULLREQUEST"]._serialized_end = 159
-    _globals["_ARRAYHEADER"]._serialized_start = 161
-    _globals["_ARRAYHEADER"]._serialized_end = 233
-    _globals["_BUNDLEHEADER"]._serialized_start = 235
-    _globals["_BUNDLEHEADER"]._serialized_end = 309
-    _globals["_PULLCHUNK"]._serialized_start = 311
-    _globals["_PULLCHUNK"]._serialized_end = 414
-    _globals["_OBJECTHEADER"]._serialized_start = 416
-    _globals["_OBJECTHEADER"]._serialized_end = 533
-    _globals["_PAYLOAD"]._serialized_start = 535
-    _globals["_PAYLOAD"]._serialized_end = 574
-    _globals["_SLICE"]._serialized_start = 576
-    _globals["_SLICE"]._serialized_end = 629
-    _globals["_SLICESREQUEST"]._serialized_start = 631
-    _globals["_SLICESREQUEST"]._serialized_end = 711
-    _globals["_SLICECHUNK"]._serialized_start = 713
-    _globals["_SLICECHUNK"]._serialized_end = 786
-    _globals["_DATA"]._serialized_start = 789
-    _globals["_DATA"]._serialized_end = 920
+  DESCRIPTOR._loaded_options = None
+  _globals['_OBJECTID']._serialized_start=40
+  _globals['_OBJECTID']._serialized_end=89
+  _globals['_PULLREQUEST']._serialized_start=91
+  _globals['_PULLREQUEST']._serialized_end=159
+  _globals['_ARRAYHEADER']._serialized_start=161
+  _globals['_ARRAYHEADER']._serialized_end=233
+  _globals['_BUNDLEHEADER']._serialized_start=235
+  _globals['_BUNDLEHEADER']._serialized_end=309
+  _globals['_PULLCHUNK']._serialized_start=311
+  _globals['_PULLCHUNK']._serialized_end=414
+  _globals['_OBJECTHEADER']._serialized_start=416
+  _globals['_OBJECTHEADER']._serialized_end=533
+  _globals['_PAYLOAD']._serialized_start=535
+  _globals['_PAYLOAD']._serialized_end=574
+  _globals['_SLICE']._serialized_start=576
+  _globals['_SLICE']._serialized_end=629
+  _globals['_SLICESREQUEST']._serialized_start=631
+  _globals['_SLICESREQUEST']._serialized_end=711
+  _globals['_SLICECHUNK']._serialized_start=713
+  _globals['_SLICECHUNK']._serialized_end=786
+  _globals['_DATA']._serialized_start=789
+  _globals['_DATA']._serialized_end=920
 # @@protoc_insertion_point(module_scope)

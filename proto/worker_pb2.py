@@ -4,15 +4,18 @@
 # source: waypath/proto/worker.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "waypath/proto/worker.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'waypath/proto/worker.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,57 +25,55 @@ _sym_db = _symbol_database.Default()
 from waypath.proto import common_pb2 as waypath_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1awaypath/proto/worker.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto"\xa9\x03\n\x11\x43ontrollerMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.waypath.v1.WelcomeH\x00\x12&\n\x07install\x18\x04 \x01(\x0b\x32\x13.waypath.v1.InstallH\x00\x12&\n\x07\x65xecute\x18\x05 \x01(\x0b\x32\x13.waypath.v1.ExecuteH\x00\x12(\n\x08relocate\x18\x06 \x01(\x0b\x32\x14.waypath.v1.RelocateH\x00\x12&\n\x07release\x18\x07 \x01(\x0b\x32\x13.waypath.v1.ReleaseH\x00\x12$\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32\x12.waypath.v1.CancelH\x00\x12"\n\x05peers\x18\t \x01(\x0b\x32\x11.waypath.v1.PeersH\x00\x12(\n\x08shutdown\x18\n \x01(\x0b\x32\x14.waypath.v1.ShutdownH\x00\x12-\n\x0b\x61\x62ort_world\x18\x0b \x01(\x0b\x32\x16.waypath.v1.AbortWorldH\x00\x42\x06\n\x04kind"\xec\x01\n\rWorkerMessage\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x04\x12(\n\x08register\x18\x02 \x01(\x0b\x32\x14.waypath.v1.RegisterH\x00\x12\x1e\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x0f.waypath.v1.AckH\x00\x12 \n\x04nack\x18\x04 \x01(\x0b\x32\x10.waypath.v1.NackH\x00\x12%\n\x04node\x18\x05 \x01(\x0b\x32\x15.waypath.v1.NodeEventH\x00\x12*\n\theartbeat\x18\x06 \x01(\x0b\x32\x15.waypath.v1.HeartbeatH\x00\x42\x06\n\x04kind"\xe0\x02\n\x08Register\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05world\x18\x04 \x01(\t\x12\x15\n\rprocess_index\x18\x05 \x01(\x05\x12\x15\n\rprocess_count\x18\x06 \x01(\x05\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\x12\x0b\n\x03pid\x18\t \x01(\x03\x12#\n\x07\x64\x65vices\x18\n \x03(\x0b\x32\x12.waypath.v1.Device\x12\x16\n\x0e\x64\x61ta_addresses\x18\x0b \x03(\t\x12\x10\n\x08services\x18\x0c \x03(\t\x12\x16\n\x0etransfer_paths\x18\r \x03(\t\x12\x0f\n\x07staging\x18\x0e \x01(\t\x12&\n\x08versions\x18\x0f \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x15\n\rwall_clock_ns\x18\x10 \x01(\x03"E\n\x07Welcome\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12&\n\x08versions\x18\x02 \x01(\x0b\x32\x14.waypath.v1.Versions"\x80\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x0e\n\x06inputs\x18\x05 \x03(\t\x12\x14\n\x0coptions_json\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01"L\n\x07Install\x12\x12\n\nprogram_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1f\n\x05nodes\x18\x03 \x03(\x0b\x32\x10.waypath.v1.Node".\n\nAssignment\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r",\n\x08Location\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07workers\x18\x02 \x03(\t"\xad\x01\n\x07\x45xecute\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x12\n\nprogram_id\x18\x02 \x01(\t\x12\x11\n\targs_json\x18\x03 \x01(\t\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.waypath.v1.Assignment\x12\'\n\tlocations\x18\x05 \x03(\x0b\x32\x14.waypath.v1.Location\x12\x15\n\rgang_sequence\x18\x06 \x01(\x04"H\n\x08Relocate\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12&\n\x08location\x18\x02 \x01(\x0b\x32\x14.waypath.v1.Location"1\n\x07Release\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x10\n\x08node_ids\x18\x02 \x03(\t".\n\x06\x43\x61ncel\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t"T\n\x04Peer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x61ta_addresses\x18\x03 \x03(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t"(\n\x05Peers\x12\x1f\n\x05peers\x18\x01 \x03(\x0b\x32\x10.waypath.v1.Peer"+\n\x08Shutdown\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01"\x1c\n\nAbortWorld\x12\x0e\n\x06reason\x18\x01 \x01(\t"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04"7\n\x04Nack\x12\x10\n\x08\x65xpected\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t"\xa6\x02\n\tNodeEvent\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.waypath.v1.NodeEvent.State\x12\x13\n\x0bresult_json\x18\x05 \x01(\t\x12\x14\n\x0cobject_bytes\x18\x06 \x01(\x03\x12\x1f\n\x05spans\x18\x07 \x03(\x0b\x32\x10.waypath.v1.Span\x12 \n\x05\x65rror\x18\x08 \x01(\x0b\x32\x11.waypath.v1.Error"G\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x46INISHED\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\r\n\tCANCELLED\x10\x03"\x90\x01\n\tHeartbeat\x12\x15\n\rwall_clock_ns\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t\x12\r\n\x05waits\x18\x03 \x03(\t\x12\x11\n\trss_bytes\x18\x04 \x01(\x03\x12\x13\n\x0bstore_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65gress_bytes\x18\x06 \x01(\x03\x12\r\n\x05nodes\x18\x07 \x01(\x05\x32P\n\x06Worker\x12\x46\n\x06\x41ttach\x12\x19.waypath.v1.WorkerMessage\x1a\x1d.waypath.v1.ControllerMessage(\x01\x30\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1awaypath/proto/worker.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto\"\xa9\x03\n\x11\x43ontrollerMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12&\n\x07welcome\x18\x03 \x01(\x0b\x32\x13.waypath.v1.WelcomeH\x00\x12&\n\x07install\x18\x04 \x01(\x0b\x32\x13.waypath.v1.InstallH\x00\x12&\n\x07\x65xecute\x18\x05 \x01(\x0b\x32\x13.waypath.v1.ExecuteH\x00\x12(\n\x08relocate\x18\x06 \x01(\x0b\x32\x14.waypath.v1.RelocateH\x00\x12&\n\x07release\x18\x07 \x01(\x0b\x32\x13.waypath.v1.ReleaseH\x00\x12$\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32\x12.waypath.v1.CancelH\x00\x12\"\n\x05peers\x18\t \x01(\x0b\x32\x11.waypath.v1.PeersH\x00\x12(\n\x08shutdown\x18\n \x01(\x0b\x32\x14.waypath.v1.ShutdownH\x00\x12-\n\x0b\x61\x62ort_world\x18\x0b \x01(\x0b\x32\x16.waypath.v1.AbortWorldH\x00\x42\x06\n\x04kind\"\xec\x01\n\rWorkerMessage\x12\x14\n\x0c\x61\x63knowledged\x18\x01 \x01(\x04\x12(\n\x08register\x18\x02 \x01(\x0b\x32\x14.waypath.v1.RegisterH\x00\x12\x1e\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x0f.waypath.v1.AckH\x00\x12 \n\x04nack\x18\x04 \x01(\x0b\x32\x10.waypath.v1.NackH\x00\x12%\n\x04node\x18\x05 \x01(\x0b\x32\x15.waypath.v1.NodeEventH\x00\x12*\n\theartbeat\x18\x06 \x01(\x0b\x32\x15.waypath.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\xe0\x02\n\x08Register\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05world\x18\x04 \x01(\t\x12\x15\n\rprocess_index\x18\x05 \x01(\x05\x12\x15\n\rprocess_count\x18\x06 \x01(\x05\x12\x0f\n\x07host_id\x18\x07 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\x12\x0b\n\x03pid\x18\t \x01(\x03\x12#\n\x07\x64\x65vices\x18\n \x03(\x0b\x32\x12.waypath.v1.Device\x12\x16\n\x0e\x64\x61ta_addresses\x18\x0b \x03(\t\x12\x10\n\x08services\x18\x0c \x03(\t\x12\x16\n\x0etransfer_paths\x18\r \x03(\t\x12\x0f\n\x07staging\x18\x0e \x01(\t\x12&\n\x08versions\x18\x0f \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x15\n\rwall_clock_ns\x18\x10 \x01(\x03\"E\n\x07Welcome\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12&\n\x08versions\x18\x02 \x01(\x0b\x32\x14.waypath.v1.Versions\"\x80\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x0e\n\x06inputs\x18\x05 \x03(\t\x12\x14\n\x0coptions_json\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\"L\n\x07Install\x12\x12\n\nprogram_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1f\n\x05nodes\x18\x03 \x03(\x0b\x32\x10.waypath.v1.Node\".\n\nAssignment\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\",\n\x08Location\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07workers\x18\x02 \x03(\t\"\xad\x01\n\x07\x45xecute\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x12\n\nprogram_id\x18\x02 \x01(\t\x12\x11\n\targs_json\x18\x03 \x01(\t\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.waypath.v1.Assignment\x12\'\n\tlocations\x18\x05 \x03(\x0b\x32\x14.waypath.v1.Location\x12\x15\n\rgang_sequence\x18\x06 \x01(\x04\"H\n\x08Relocate\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12&\n\x08location\x18\x02 \x01(\x0b\x32\x14.waypath.v1.Location\"1\n\x07Release\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x10\n\x08node_ids\x18\x02 \x03(\t\".\n\x06\x43\x61ncel\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"T\n\x04Peer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x61ta_addresses\x18\x03 \x03(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\"(\n\x05Peers\x12\x1f\n\x05peers\x18\x01 \x03(\x0b\x32\x10.waypath.v1.Peer\"+\n\x08Shutdown\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\"\x1c\n\nAbortWorld\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"7\n\x04Nack\x12\x10\n\x08\x65xpected\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa6\x02\n\tNodeEvent\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.waypath.v1.NodeEvent.State\x12\x13\n\x0bresult_json\x18\x05 \x01(\t\x12\x14\n\x0cobject_bytes\x18\x06 \x01(\x03\x12\x1f\n\x05spans\x18\x07 \x03(\x0b\x32\x10.waypath.v1.Span\x12 \n\x05\x65rror\x18\x08 \x01(\x0b\x32\x11.waypath.v1.Error\"G\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x46INISHED\x10\x01\x12\n\n\x06\x46\x41ILED\x10\x02\x12\r\n\tCANCELLED\x10\x03\"\x90\x01\n\tHeartbeat\x12\x15\n\rwall_clock_ns\x18\x01 \x01(\x03\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t\x12\r\n\x05waits\x18\x03 \x03(\t\x12\x11\n\trss_bytes\x18\x04 \x01(\x03\x12\x13\n\x0bstore_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65gress_bytes\x18\x06 \x01(\x03\x12\r\n\x05nodes\x18\x07 \x01(\x05\x32P\n\x06Worker\x12\x46\n\x06\x41ttach\x12\x19.waypath.v1.WorkerMessage\x1a\x1d.waypath.v1.ControllerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "waypath.proto.worker_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'waypath.proto.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_CONTROLLERMESSAGE"]._serialized_start = 71
-    _globals["_CONTROLLERMESSAGE"]._serialized_end = 496
-    _globals["_WORKERMESSAGE"]._serialized_start = 499
-    _globals["_WORKERMESSAGE"]._serialized_end = 735
-    _globals["_REGISTER"]._serialized_start = 738
-    _globals["_REGISTER"]._serialized_end = 1090
-    _globals["_WELCOME"]._serialized_start = 1092
-    _globals["_WELCOME"]._serialized_end = 1161
-    _globals["_NODE"]._serialized_start = 1164
-    _globals["_NODE"]._serialized_end = 1292
-    _globals["_INSTALL"]._serialized_start = 1294
-    _globals["_INSTALL"]._serialized_end = 1370
-    _globals["_ASSIGNMENT"]._serialized_start = 1372
-    _globals["_ASSIGNMENT"]._serialized_end = 1418
-    _globals["_LOCATION"]._serialized_start = 1420
-    _globals["_LOCATION"]._serialized_end = 1464
-    _globals["_EXECUTE"]._serialized_start = 1467
-    _globals["_EXECUTE"]._serialized_end = 1640
-    _globals["_RELOCATE"]._serialized_start = 1642
-    _globals["_RELOCATE"]._serialized_end = 1714
-    _globals["_RELEASE"]._serialized_start = 1716
-    _globals["_RELEASE"]._serialized_end = 1765
-    _globals["_CANCEL"]._serialized_start = 1767
-    _globals["_CANCEL"]._serialized_end = 1813
-    _globals["_PEER"]._serialized_start = 1815
-    _globals["_PEER"]._serialized_end = 1899
-    _globals["_PEERS"]._serialized_start = 1901
-    _globals["_PEERS"]._serialized_end = 1941
-    _globals["_SHUTDOWN"]._serialized_start = 1943
-    _globals["_SHUTDOWN"]._serialized_end = 1986
-    _globals["_ABORTWORLD"]._serialized_start = 1988
-    _globals["_ABORTWORLD"]._serialized_end = 2016
-    _globals["_ACK"]._serialized_start = 2018
-    _globals["_ACK"]._serialized_end = 2041
-    _globals["_NACK"]._serialized_start = 2043
-    _globals["_NACK"]._serialized_end = 2098
-    _globals["_NODEEVENT"]._serialized_start = 2101
-    _globals["_NODEEVENT"]._serialized_end = 2395
-    _globals["_NODEEVENT_STATE"]._serialized_start = 2324
-    _globals["_NODEEVENT_STATE"]._serialized_end = 2395
-    _globals["_HEARTBEAT"]._serialized_start = 2398
-    _globals["_HEARTBEAT"]._serialized_end = 2542
-    _globals["_WORKER"]._serialized_start = 2544
-    _globals["_WORKER"]._serialized_end = 2624
+  DESCRIPTOR._loaded_options = None
+  _globals['_CONTROLLERMESSAGE']._serialized_start=71
+  _globals['_CONTROLLERMESSAGE']._serialized_end=496
+  _globals['_WORKERMESSAGE']._serialized_start=499
+  _globals['_WORKERMESSAGE']._serialized_end=735
+  _globals['_REGISTER']._serialized_start=738
+  _globals['_REGISTER']._serialized_end=1090
+  _globals['_WELCOME']._serialized_start=1092
+  _globals['_WELCOME']._serialized_end=1161
+  _globals['_NODE']._serialized_start=1164
+  _globals['_NODE']._serialized_end=1292
+  _globals['_INSTALL']._serialized_start=1294
+  _globals['_INSTALL']._serialized_end=1370
+  _globals['_ASSIGNMENT']._serialized_start=1372
+  _globals['_ASSIGNMENT']._serialized_end=1418
+  _globals['_LOCATION']._serialized_start=1420
+  _globals['_LOCATION']._serialized_end=1464
+  _globals['_EXECUTE']._serialized_start=1467
+  _globals['_EXECUTE']._serialized_end=1640
+  _globals['_RELOCATE']._serialized_start=1642
+  _globals['_RELOCATE']._serialized_end=1714
+  _globals['_RELEASE']._serialized_start=1716
+  _globals['_RELEASE']._serialized_end=1765
+  _globals['_CANCEL']._serialized_start=1767
+  _globals['_CANCEL']._serialized_end=1813
+  _globals['_PEER']._serialized_start=1815
+  _globals['_PEER']._serialized_end=1899
+  _globals['_PEERS']._serialized_start=1901
+  _globals['_PEERS']._serialized_end=1941
+  _globals['_SHUTDOWN']._serialized_start=1943
+  _globals['_SHUTDOWN']._serialized_end=1986
+  _globals['_ABORTWORLD']._serialized_start=1988
+  _globals['_ABORTWORLD']._serialized_end=2016
+  _globals['_ACK']._serialized_start=2018
+  _globals['_ACK']._serialized_end=2041
+  _globals['_NACK']._serialized_start=2043
+  _globals['_NACK']._serialized_end=2098
+  _globals['_NODEEVENT']._serialized_start=2101
+  _globals['_NODEEVENT']._serialized_end=2395
+  _globals['_NODEEVENT_STATE']._serialized_start=2324
+  _globals['_NODEEVENT_STATE']._serialized_end=2395
+  _globals['_HEARTBEAT']._serialized_start=2398
+  _globals['_HEARTBEAT']._serialized_end=2542
+  _globals['_WORKER']._serialized_start=2544
+  _globals['_WORKER']._serialized_end=2624
 # @@protoc_insertion_point(module_scope)

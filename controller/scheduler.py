@@ -1,0 +1,397 @@
+"""The scheduler: a state machine without I/O. Event in, commands out.
+
+What it guarantees, after every event:
+
+- A program is installed once per (worker, incarnation), before its first `Execute` there.
+- An execution that finds all its places up is dispatched as one `Execute` per worker. All nodes are sent ahead; they wait
+  for their inputs at the worker. A node whose slice is not up, or whose pool has no ready member, stays here and goes out
+  when that changes.
+- Messages leave in admission order, so executions that share workers reach each of them in the same order; every dispatch
+  has a number in its world (`gang_sequence`).
+- When a worker is lost, its unfinished nodes, and the finished ones whose object is still needed, run again elsewhere with
+  a higher attempt (their inputs too, where those were freed already). One that must not run again fails the execution.
+- Errors are values: the first failure is the execution's outcome, what depends on it is poisoned, the rest is stopped.
+- At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait in
+  order. An execution that was admitted is never held back again, so recovery cannot deadlock on credits.
+
+Late events (of a lost process, an old attempt, an execution that is over) are dropped and recorded in `dropped`.
+Impossible ones raise IllegalTransitionError with the execution's history; the state is then as before.
+
+Must not know: sockets, time, protobuf, jax. Called by the server, from one thread, one event at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from waypath.controller import commands as c
+from waypath.controller.credits import Credits
+from waypath.controller.dispatch import execute, relocations
+from waypath.controller.execution import Execution, ExecutionTrigger, Task, TaskState, TaskTrigger
+from waypath.controller.graph import Place, Slice
+from waypath.controller.intake import judge
+from waypath.controller.objects import ObjectDirectory, ObjectState
+from waypath.controller.placement import blockers, place, reach
+from waypath.controller.recovery import decide
+from waypath.controller.resources import Resources
+from waypath.controller.status import describe
+from waypath.proto.errors import (
+    CancelledError,
+    IllegalTransitionError,
+    LocalError,
+    WaypathError,
+    WorkerLostError,
+)
+
+MAX_QUEUED = 256
+KEPT_OVER = 256
+KEPT_DROPPED = 1024
+
+
+class Scheduler:
+    """Owns the executions. `handle` is the only way to change it; `describe` (status.py) reads it."""
+
+    def __init__(self, resources: Resources, *, max_in_flight: int = 8) -> None:
+        if max_in_flight < 1:
+            raise LocalError(f"max_in_flight: expected at least 1, found {max_in_flight}")
+        self.resources = resources
+        self.credits = Credits(max_in_flight)
+        self.objects = ObjectDirectory()
+        self.running: dict[str, Execution] = {}
+        self.queue: dict[str, Execution] = {}
+        self.over: dict[str, Execution] = {}
+        self.acknowledged: dict[str, int] = {}
+        self.dropped: deque[tuple[c.Event, str]] = deque(maxlen=KEPT_DROPPED)
+        self._installed: dict[str, set[str]] = {}
+        self._gang: dict[str, int] = {}
+        self._events = 0
+        self._room = False
+        self._out: list[c.Command] = []
+        self._cause = ""
+
+    def handle(self, event: c.Event) -> list[c.Command]:
+        """Applies one event. Returns the commands in the order in which they are to be sent.
+
+        Raises IllegalTransitionError on an event that cannot be; GraphError, ConfigError or NameTakenError where a
+        submission or a registration is refused. Nothing has changed then.
+        """
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise IllegalTransitionError(f"no event {type(event).__name__}; known: {[t.__name__ for t in _HANDLERS]}")
+        self._events += 1
+        self._cause = event.event_id or f"event {self._events}"
+        self._out = []
+        handler(self, event)
+        self._pump()
+        return self._out
+
+    # Workers and pools
+
+    def _worker_joined(self, event: c.WorkerJoined) -> None:
+        if self.resources.join(event):
+            self._installed[event.worker] = set()
+            self.credits.open(event.worker)
+            self.acknowledged[event.worker] = 0
+            self._room = True
+
+    def _worker_lost(self, event: c.WorkerLost) -> None:
+        live = self.resources.live.get(event.worker)
+        if live is None or (event.incarnation and event.incarnation != live.incarnation):
+            return self._drop(event, "that process is not live")
+        for peer in self.resources.world_peers(event.worker):
+            self._out.append(c.AbortWorld(peer, f"worker {event.worker} is lost: {event.cause}", cause=self._cause))
+        self.resources.lose(event.worker)
+        self.credits.close(event.worker)
+        del self._installed[event.worker]
+        del self.acknowledged[event.worker]
+        for execution in list(self.running.values()):
+            self._recover(execution, event)
+
+    def _pool_member_ready(self, event: c.PoolMemberReady) -> None:
+        self.resources.member_ready(event.pool, event.slice)
+        self._room = True
+
+    def _pool_member_removed(self, event: c.PoolMemberRemoved) -> None:
+        self.resources.member_removed(event.pool, event.slice)
+
+    def _acked(self, event: c.Acked) -> None:
+        if event.worker not in self.acknowledged:
+            return self._drop(event, "that worker is not live")
+        self.acknowledged[event.worker] = max(event.sequence, self.acknowledged[event.worker])
+
+    # Executions
+
+    def _submitted(self, event: c.ExecutionSubmitted) -> None:
+        known = self._find(event.execution_id)
+        if known is not None:
+            raise known.illegal(f"submitted again ({self._cause})")
+        event.program.check_placements(self.resources.slices, self.resources.pools)
+        if len(self.queue) >= MAX_QUEUED:
+            raise LocalError(
+                f"{len(self.queue)} executions wait already",
+                where=event.execution_id,
+                remedy="Submit it again later.",
+            )
+        self.queue[event.execution_id] = Execution(event.execution_id, event.program, event.args, event.owner)
+        self._room = True
+
+    def _cancelled(self, event: c.ExecutionCancelled) -> None:
+        execution = self._find(event.execution_id)
+        if execution is None or execution.over:
+            return self._drop(event, "it is over or unknown")
+        self._cancel(execution, event.reason)
+
+    def _owner_released(self, event: c.OwnerReleased) -> None:
+        for execution in [*self.running.values(), *self.queue.values()]:
+            if execution.owner == event.owner:
+                self._cancel(execution, event.reason)
+
+    def _node_finished(self, event: c.NodeFinished) -> None:
+        task = self._current(event)
+        if task is None:
+            return
+        execution = task.execution
+        self.objects.add_part(task.object_id, event.worker, event.object_bytes)
+        task.results[event.worker] = event.result
+        self._done_on(event.worker, execution)
+        if len(task.results) < len(task.workers):
+            return
+        task.advance(TaskTrigger.FINISHED, self._cause, ", ".join(task.workers))
+        self.objects.complete(task.object_id)
+        if task.reported is None:
+            task.reported = {worker: task.results[worker] for worker in task.workers}
+            self._out.append(c.NodeCompleted(execution.execution_id, task.node_id, task.reported, cause=self._cause))
+        if execution.unfinished == 0:
+            self._end(execution, ExecutionTrigger.DONE)
+        else:
+            self._release_inputs(task)
+
+    def _node_failed(self, event: c.NodeFailed) -> None:
+        task = self._current(event)
+        if task is not None:
+            self._done_on(event.worker, task.execution)
+            self._fail(task, event.error, f"on {event.worker}: {event.error}")
+
+    # What follows from them
+
+    def _current(self, event: c.NodeFinished | c.NodeFailed) -> Task | None:
+        """Returns the task that the event is about; None (and a record) where the event comes too late."""
+        execution = self._find(event.execution_id)
+        found = judge(event, execution, self.resources, self._cause)
+        if isinstance(found, Task):
+            return found
+        self._drop(event, found)
+        is_over = execution is None or execution.over
+        if is_over and isinstance(event, c.NodeFinished) and event.worker in self.resources.live:
+            self._out.append(c.ReleaseObjects(event.worker, event.execution_id, cause=self._cause))
+        return None
+
+    def _drop(self, event: c.Event, why: str) -> None:
+        """Records an event that comes too late to mean anything."""
+        self.dropped.append((event, why))
+
+    def _find(self, execution_id: str) -> Execution | None:
+        return self.running.get(execution_id) or self.queue.get(execution_id) or self.over.get(execution_id)
+
+    def _done_on(self, worker: str, execution: Execution) -> None:
+        if self.credits.give_back(worker, execution.execution_id):
+            self._room = True
+
+    def _release_inputs(self, task: Task) -> None:
+        """The task is finished: frees the objects that it was the last to need, and its own if nobody reads it."""
+        for source in task.inputs():
+            self.objects.consumed(source.object_id, task.node_id)
+        freed: dict[str, list[str]] = {}
+        for done in (*task.inputs(), task):
+            ref = self.objects[done.object_id]
+            if ref.needed_by or ref.state is not ObjectState.HELD:
+                continue
+            for worker, nbytes in self.objects.release(done.object_id).items():
+                if nbytes:
+                    freed.setdefault(worker, []).append(done.node_id)
+        execution_id = task.execution.execution_id
+        for worker, node_ids in freed.items():
+            self._out.append(c.ReleaseObjects(worker, execution_id, tuple(node_ids), cause=self._cause))
+
+    def _recover(self, execution: Execution, event: c.WorkerLost) -> None:
+        """Carries out what recovery.py decides about the loss."""
+        decision = decide(execution, event.worker, self.objects)
+        task = decision.fatal
+        if task is not None:
+            doing = "running" if task.state is TaskState.SENT else "holding the result of"
+            error = WorkerLostError(
+                f"worker {event.worker} was lost ({event.cause}) while {doing} node {task.node_id}, "
+                "which may not run again",
+                where=f"execution {execution.execution_id}",
+            )
+            return self._fail(task, error, f"{event.worker} lost: {event.cause}")
+        for task in decision.again:
+            self._take_back(task)
+            self.objects.lose(task.object_id)
+            task.advance(TaskTrigger.LOST, self._cause, f"{event.worker}: {event.cause}")
+            task.attempt += 1
+            task.workers = ()
+            task.results = {}
+            for source in task.inputs():
+                self.objects.need(source.object_id, task.node_id)
+        for task in decision.dropped:
+            self._take_back(task)
+            self._drop_task(task, f"{event.worker} lost: {event.cause}")
+        if execution.unfinished == 0:
+            self._end(execution, ExecutionTrigger.DONE)
+        self._room = True
+
+    def _take_back(self, task: Task) -> None:
+        """Workers that have not finished the task need not do so any more."""
+        if task.state is TaskState.SENT:
+            for worker in task.workers:
+                if worker not in task.results:
+                    self.credits.give_back(worker, task.execution.execution_id)
+
+    def _drop_task(self, task: Task, detail: str) -> None:
+        task.advance(TaskTrigger.DROPPED, self._cause, detail)
+        task.workers = ()
+        self._release_inputs(task)
+        self._out.append(c.NodeCompleted(task.execution.execution_id, task.node_id, {}, cause=self._cause))
+
+    def _fail(self, task: Task, error: WaypathError, detail: str) -> None:
+        execution = task.execution
+        task.advance(TaskTrigger.FAILED, self._cause, detail)
+        for node_id in execution.poisoned_by(task.node_id):
+            if execution.tasks[node_id].unfinished:
+                execution.tasks[node_id].advance(TaskTrigger.POISONED, self._cause, f"by {task.node_id}")
+        self._stop(execution, f"node {task.node_id} failed {detail}")
+        self._end(execution, ExecutionTrigger.FAILED, error)
+
+    def _cancel(self, execution: Execution, reason: str) -> None:
+        self._stop(execution, reason)
+        where = f"execution {execution.execution_id}"
+        self._end(execution, ExecutionTrigger.CANCELLED, CancelledError(f"cancelled: {reason}", where=where))
+
+    def _stop(self, execution: Execution, reason: str) -> None:
+        """Cancels what is unfinished, on every worker that still has something to do."""
+        for task in execution.tasks.values():
+            if task.unfinished:
+                task.advance(TaskTrigger.CANCELLED, self._cause, reason)
+        for worker in execution.involved:
+            if self.credits.is_busy(worker, execution.execution_id):
+                self._out.append(c.CancelExecution(worker, execution.execution_id, reason, cause=self._cause))
+
+    def _end(self, execution: Execution, trigger: ExecutionTrigger, error: WaypathError | None = None) -> None:
+        execution.advance(trigger, self._cause)
+        for worker in execution.involved:
+            if worker in self.resources.live:
+                self._out.append(c.ReleaseObjects(worker, execution.execution_id, cause=self._cause))
+                self.credits.settle(worker, execution.execution_id)
+        results = execution.results()
+        for task in execution.tasks.values():
+            self.objects.forget(task.object_id)
+        execution.tasks.clear()
+        self._room = True
+        self.running.pop(execution.execution_id, None)
+        self.queue.pop(execution.execution_id, None)
+        self.over[execution.execution_id] = execution
+        while len(self.over) > KEPT_OVER:
+            del self.over[next(iter(self.over))]
+        self._out.append(
+            c.ExecutionCompleted(
+                execution.execution_id,
+                cast(c.Outcome, execution.state.value),
+                results,
+                error,
+                cause=self._cause,
+            )
+        )
+
+    # Admission and dispatch
+
+    def _pump(self) -> None:
+        """Sends out whatever can go now: first what was admitted, then the queue, both in order."""
+        while self._room:
+            self._room = False
+            for execution in list(self.running.values()):
+                if execution.waiting:
+                    self._dispatch(execution)
+            self._admit_queued()
+
+    def _admit_queued(self) -> None:
+        """Admits, in order, what finds room; an execution that waits for a worker holds back later ones that share it."""
+        passed_over: set[str] = set()
+        known: dict[str, tuple[bool, bool, set[str]]] = {}
+        for execution in list(self.queue.values()):
+            program_id = execution.program.program_id
+            if program_id not in known:
+                full, absent = self.blockers(execution)
+                known[program_id] = (bool(full), bool(absent), reach(execution, self.resources))
+            is_full, is_absent, workers = known[program_id]
+            if is_absent:
+                continue
+            if is_full or not passed_over.isdisjoint(workers):
+                passed_over |= workers
+                continue
+            self._admit(execution)
+            known.clear()
+
+    def _admit(self, execution: Execution) -> None:
+        del self.queue[execution.execution_id]
+        self.running[execution.execution_id] = execution
+        execution.advance(ExecutionTrigger.ADMITTED, self._cause)
+        for task in execution.tasks.values():
+            needed_by = execution.program.consumers[task.node_id]
+            self.objects.create(task.object_id, execution.owner, needed_by)
+        self._dispatch(execution)
+
+    def _dispatch(self, execution: Execution) -> None:
+        """Places what can be placed and sends it: one `Execute` per worker, then relocations to earlier readers."""
+        for task in list(execution.waiting.values()):
+            place_ = task.node.place
+            if task.node.on_worker_lost == "drop" and isinstance(place_, Slice) and self.resources.missing(place_.name):
+                self._drop_task(task, f"slice {place_.name} is not up")
+        if execution.unfinished == 0:
+            return self._end(execution, ExecutionTrigger.DONE)
+        placed = place(execution, self.resources, self.credits, self._cause)
+        per_worker: dict[str, list[Task]] = {}
+        for task in placed:
+            for worker in task.workers:
+                per_worker.setdefault(worker, []).append(task)
+        gang: dict[str, int] = {}
+        for worker, tasks in per_worker.items():
+            self._install(worker, execution)
+            execution.involved[worker] = None
+            world = self.resources.world_of(worker)
+            if self.resources.world_size(worker) > 1 and world not in gang:
+                gang[world] = self._gang[world] = self._gang.get(world, 0) + 1
+            self._out.append(execute(worker, execution, tasks, gang.get(world, 0), self._cause))
+        self._out += relocations(execution, placed, self._cause)
+
+    def _install(self, worker: str, execution: Execution) -> None:
+        program = execution.program
+        if program.program_id in self._installed[worker]:
+            return
+        self._installed[worker].add(program.program_id)
+        nodes = program.fragment(self.resources.places_of(worker))
+        self._out.append(c.InstallProgram(worker, program.program_id, program.name, nodes, cause=self._cause))
+
+    def blockers(self, execution: Execution) -> tuple[list[str], list[Place]]:
+        """What keeps a queued execution back; see placement.py."""
+        return blockers(execution, self.running.values(), self.resources, self.credits)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what is where and what waits for what, as JSON; see status.py."""
+        return describe(self)
+
+
+_HANDLERS: dict[type[c.Event], Callable[[Scheduler, Any], None]] = {
+    c.WorkerJoined: Scheduler._worker_joined,
+    c.WorkerLost: Scheduler._worker_lost,
+    c.PoolMemberReady: Scheduler._pool_member_ready,
+    c.PoolMemberRemoved: Scheduler._pool_member_removed,
+    c.ExecutionSubmitted: Scheduler._submitted,
+    c.NodeFinished: Scheduler._node_finished,
+    c.NodeFailed: Scheduler._node_failed,
+    c.ExecutionCancelled: Scheduler._cancelled,
+    c.OwnerReleased: Scheduler._owner_released,
+    c.Acked: Scheduler._acked,
+}

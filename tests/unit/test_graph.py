@@ -1,0 +1,151 @@
+"""Programs: handles are the only edges; what is not a program is refused and told why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waypath.controller.graph import Node, Pool, Program, ProgramBuilder, Slice
+from waypath.proto.errors import GraphError
+
+
+def node(node_id: str, *inputs: str, **changes: Any) -> Node:
+    return replace(Node(node_id, "method", "s", "m", Slice("trainer"), tuple(inputs)), **changes)
+
+
+def two_nodes(option: int = 1) -> Program:
+    b = ProgramBuilder("p")
+    first = b.call("rollout", "generate", on=Pool("inference"), options={"offset": option})
+    b.call("trainer", "train", first, on=Slice("trainer"), deadline_s=3.0)
+    return b.build()
+
+
+def test_a_builder_names_nodes_draws_edges_and_picks_what_happens_on_loss() -> None:
+    program = two_nodes()
+    generate, train = program.nodes
+    assert (generate.node_id, train.node_id) == ("generate_0", "train_0")
+    assert train.inputs == ("generate_0",)
+    assert (generate.on_worker_lost, train.on_worker_lost) == ("retry", "fail")
+    assert program.consumers == {"generate_0": ("train_0",), "train_0": ()}
+    assert (program.slices, program.pools) == (("trainer",), ("inference",))
+
+
+def test_identity_is_content() -> None:
+    assert two_nodes().program_id == two_nodes().program_id
+    assert two_nodes(1).digest != two_nodes(2).digest
+    again = Program.from_json(json.loads(json.dumps(two_nodes().to_json())))
+    assert again == two_nodes() and again.program_id == two_nodes().program_id
+
+
+def test_options_cannot_be_changed_behind_the_programs_back() -> None:
+    options = {"list": [1]}
+    b = ProgramBuilder("p")
+    b.call("s", "m", on=Slice("a"), options=options)
+    program, options["list"] = b.build(), [2]
+    program.nodes[0].options["list"].append(3)
+    assert program.nodes[0].options == {"list": [1]}
+
+
+def test_kinds() -> None:
+    b = ProgramBuilder("p")
+    made = b.apply("double", on=Slice("trainer"))
+    b.transfer(made, on=Slice("inference-0"))
+    assert [n.kind for n in b.build().nodes] == ["call", "transfer"]
+
+
+def test_a_fragment_is_what_a_worker_may_run() -> None:
+    program = two_nodes()
+    assert [n.node_id for n in program.fragment([Slice("inference-0"), Pool("inference")])] == ["generate_0"]
+    assert [n.node_id for n in program.fragment([Slice("trainer")])] == ["train_0"]
+    assert program.fragment([Pool("trainer")]) == ()
+
+
+def test_explain_is_a_table_of_all_nodes() -> None:
+    text = two_nodes().explain()
+    assert "generate_0  rollout.generate  pool inference" in text
+    assert text.splitlines()[-1].split() == ["train_0", "trainer.train", "slice", "trainer", "generate_0", "fail", "3"]
+
+
+BAD_NODES: list[tuple[tuple[Node, ...], str]] = [
+    ((), "expected 1 to 100000 nodes, found 0"),
+    ((node("a"), node("a")), "node a: duplicate node id"),
+    ((node("a", "b"),), "node a: input 0: expected the id of a node, found 'b'"),
+    ((node("a", "b"), node("b", "c"), node("c", "a")), "cycle: "),
+    ((node("a", "a"),), "cycle: a → a"),
+    ((node("a", kind="magic"),), "expected one of ['call', 'method', 'transfer'], found 'magic'"),
+    ((node("x/y"),), "without '/'"),
+    ((node("a", deadline_s=-1.0),), "deadline_s: expected a number ≥ 0, found -1.0"),
+    ((node("a", service=""),), "expected a service and a method"),
+    ((node("a", kind="transfer"),), "a transfer has 1 input, found 0"),
+    ((node("a", on_worker_lost="pray"),), "expected one of ['fail', 'retry', 'drop'], found 'pray'"),
+    ((node("a", on_worker_lost="drop"), node("b", "a")), "node b: input 0: a may be dropped"),
+]
+
+
+@pytest.mark.parametrize(("nodes", "message"), BAD_NODES, ids=[message[:24] for _, message in BAD_NODES])
+def test_hand_built_programs_are_held_to_the_rules(nodes: tuple[Node, ...], message: str) -> None:
+    with pytest.raises(GraphError) as caught:
+        Program("p", nodes)
+    assert message in str(caught.value)
+
+
+def test_a_cycle_is_named_along_its_edges() -> None:
+    with pytest.raises(GraphError, match=r"cycle: (a → b → a|b → a → b)"):
+        Program("p", (node("x"), node("a", "b"), node("b", "a", "x"), node("tail", "b")))
+
+
+def test_builder_errors() -> None:
+    b, other = ProgramBuilder("p"), ProgramBuilder("q")
+    foreign = other.call("s", "m", on=Slice("a"), node_id="far")
+    with pytest.raises(GraphError, match="expected a handle of this builder, found 'far' of builder 'q'"):
+        b.call("s", "m", foreign, on=Slice("a"))
+    with pytest.raises(GraphError, match="expected a Handle, found str"):
+        b.call("s", "m", "far", on=Slice("a"))  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="options are not JSON"):
+        b.call("s", "m", on=Slice("a"), options={"x": object()})
+    b.call("s", "m", on=Slice("a"), node_id="n")
+    with pytest.raises(GraphError, match="node id 'n' is taken"):
+        b.call("s", "m", on=Slice("a"), node_id="n")
+    with pytest.raises(GraphError, match="program empty: expected 1 to"):
+        ProgramBuilder("empty").build()
+
+
+def test_places_are_checked_against_a_cluster() -> None:
+    program = two_nodes()
+    program.check_placements({"trainer"}, {"inference"})
+    with pytest.raises(GraphError, match="node generate_0: placed on pool 'inference', which does not exist"):
+        program.check_placements({"trainer", "inference"}, {"reward"})
+    with pytest.raises(GraphError, match=r"node train_0: placed on slice 'trainer'.* this cluster has none"):
+        program.check_placements([], ["inference"])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda value: value.pop("name"),
+        lambda value: value["nodes"][0].pop("kind"),
+        lambda value: value["nodes"][0].update(options=[1]),
+        lambda value: value["nodes"][0].update(deadline_s="soon"),
+        lambda value: value.update(nodes=None),
+    ],
+)
+def test_malformed_json_is_a_graph_error(spoil: Callable[[dict[str, Any]], None]) -> None:
+    value = two_nodes().to_json()
+    spoil(value)
+    with pytest.raises(GraphError):
+        Program.from_json(value)
+
+
+@given(st.permutations(range(9)), st.integers(0, 2**9 - 1))
+def test_any_order_of_a_dag_becomes_a_topological_one(order: list[int], bits: int) -> None:
+    edges = {k: [j for j in range(k) if bits >> ((k * 3 + j) % 9) & 1] for k in range(9)}
+    program = Program("p", tuple(node(str(k), *map(str, edges[k])) for k in order))
+    position = {n.node_id: i for i, n in enumerate(program.nodes)}
+    assert all(position[source] < position[n.node_id] for n in program.nodes for source in n.inputs)
+    assert Program("p", program.nodes).nodes == program.nodes

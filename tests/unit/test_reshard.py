@@ -1,0 +1,251 @@
+"""The planner, against an executor that copies real arrays: exact, minimal, balanced, and a function of the layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from waypath.controller.reshard import Plan, fingerprint, lower_bound_bytes, plan, volume
+from waypath.proto.errors import TransferError
+from waypath.proto.layout import Layout, Shard, TensorLayout
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+Spec = Sequence[tuple[int, ...]]
+
+
+def sharded(
+    name: str,
+    shape: tuple[int, ...],
+    spec: Spec,
+    mesh: tuple[int, ...],
+    prefix: str,
+    per_worker: int,
+    dtype: str = "int32",
+) -> TensorLayout:
+    """`spec[d]`: mesh axes that split dimension d, in order. Uneven sizes split into ⌈n/k⌉, so later shards may be empty."""
+    shards = []
+    for device, coordinates in enumerate(itertools.product(*map(range, mesh))):
+        lower, upper = [], []
+        for size, axes in zip(shape, spec, strict=True):
+            parts = math.prod(mesh[a] for a in axes)
+            index = 0
+            for axis in axes:
+                index = index * mesh[axis] + coordinates[axis]
+            step = -(-size // parts)
+            lower.append(min(index * step, size))
+            upper.append(min((index + 1) * step, size))
+        shards.append(Shard(f"{prefix}{device // per_worker}", device, tuple(lower), tuple(upper)))
+    return TensorLayout(name, shape, dtype, tuple(shards))
+
+
+def box(lower: tuple[int, ...], upper: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(map(slice, lower, upper))
+
+
+def execute(made: Plan, source: Layout, destination: Layout, values: Arrays) -> None:
+    """Copies as told, from what each source worker holds, and checks every destination element once and right."""
+    held: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+    for name, tensor in source.tensors.items():
+        for shard in tensor.shards:
+            mine = held.setdefault((shard.worker, name), np.zeros(tensor.shape, bool))
+            mine[box(shard.lower, shard.upper)] = True
+    written: dict[tuple[str, int, str], np.ndarray[Any, Any]] = {}
+    got: dict[tuple[str, int, str], np.ndarray[Any, Any]] = {}
+    for copy in (*made.copies, *made.local):
+        region, shape = box(copy.lower, copy.upper), destination.tensors[copy.tensor].shape
+        assert held[copy.source, copy.tensor][region].all(), f"{copy} of something that the source does not hold"
+        key = (copy.destination, copy.device, copy.tensor)
+        written.setdefault(key, np.zeros(shape, int))[region] += 1
+        got.setdefault(key, np.zeros(shape, np.int32))[region] = values[copy.tensor][region]
+    needed: dict[tuple[str, int, str], np.ndarray[Any, Any]] = {}
+    for name, tensor in destination.tensors.items():
+        for shard in tensor.shards:
+            if volume((shard.lower, shard.upper)):
+                key = (shard.worker, shard.device, name)
+                needed.setdefault(key, np.zeros(tensor.shape, int))[box(shard.lower, shard.upper)] = 1
+    assert needed.keys() == written.keys()
+    for key, count in needed.items():
+        np.testing.assert_array_equal(written[key], count)
+        np.testing.assert_array_equal(got[key], values[key[2]] * count)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, same_world: bool = False) -> tuple[Layout, Layout, Arrays]:
+    sides: list[dict[str, TensorLayout]] = [{}, {}]
+    meshes = [tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))) for _ in sides]
+    per_worker = [draw(st.integers(1, 3)) for _ in sides]
+    if same_world:
+        per_worker[1] = per_worker[0]
+    values = {}
+    for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        values[name] = np.arange(1, math.prod(shape) + 1, dtype=np.int32).reshape(shape)
+        for i, side in enumerate(sides):
+            owner = [draw(st.integers(-1, len(shape) - 1)) for _ in meshes[i]]
+            spec = [tuple(a for a, d in enumerate(owner) if d == dim) for dim in range(len(shape))]
+            prefix = "w" if same_world or i == 0 else "x"
+            side[name] = sharded(name, shape, spec, meshes[i], prefix, per_worker[i])
+    return Layout(sides[0]), Layout(sides[1]), values
+
+
+@given(layouts())
+def test_random_meshes_between_worlds(case: tuple[Layout, Layout, Arrays]) -> None:
+    source, destination, values = case
+    made = plan(source, destination)
+    execute(made, source, destination, values)
+    needed = sum(volume((s.lower, s.upper)) * 4 for t in destination.tensors.values() for s in t.shards)
+    assert made.planned_bytes == made.lower_bound_bytes == lower_bound_bytes(source, destination) == needed
+    assert not made.local
+    _check_balance(made, source)
+
+
+@given(layouts(same_world=True))
+def test_random_meshes_in_one_world_copy_only_what_is_not_held(case: tuple[Layout, Layout, Arrays]) -> None:
+    source, destination, values = case
+    made = plan(source, destination)
+    execute(made, source, destination, values)
+    needed = 0
+    for name, tensor in destination.tensors.items():
+        for shard in tensor.shards:
+            missing = np.zeros(tensor.shape, bool)
+            missing[box(shard.lower, shard.upper)] = True
+            for have in source.tensors[name].shards:
+                if (have.worker, have.device) == (shard.worker, shard.device):
+                    missing[box(have.lower, have.upper)] = False
+            needed += int(missing.sum()) * 4
+    assert made.planned_bytes == made.lower_bound_bytes == lower_bound_bytes(source, destination) == needed
+
+
+def _check_balance(made: Plan, source: Layout) -> None:
+    """No sender is more than one piece above the best possible: the fullest group of senders that pieces are tied to."""
+    holders = {}
+    for copy in made.copies:
+        holders[copy] = frozenset(
+            shard.worker
+            for shard in source.tensors[copy.tensor].shards
+            if all(
+                a <= c and d <= b for a, b, c, d in zip(shard.lower, shard.upper, copy.lower, copy.upper, strict=True)
+            )
+        )
+    optimum = 0.0
+    for group in set(holders.values()):
+        tied = sum(copy.nbytes for copy, those in holders.items() if those <= group)
+        optimum = max(optimum, tied / len(group))
+    nested = all(a <= b or b <= a or not a & b for a in holders.values() for b in holders.values())
+    if made.copies and nested:
+        assert max(made.egress_bytes().values()) <= optimum + max(copy.nbytes for copy in made.copies)
+
+
+@given(st.integers(0, 2**32))
+def test_overlapping_source_boxes(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
+    shards = [Shard("w0", 0, (0,) * len(shape), shape)] if rng.random() < 0.5 else []
+    for device in range(1, 8):
+        lower = tuple(rng.randint(0, n - 1) for n in shape)
+        upper = tuple(rng.randint(low, n) for low, n in zip(lower, shape, strict=True))
+        shards.append(Shard(f"w{device % 3}", device, lower, upper))
+    covered = np.zeros(shape, bool)
+    for shard in shards:
+        covered[box(shard.lower, shard.upper)] = True
+    source = Layout({"t": TensorLayout("t", shape, "int32", tuple(shards))})
+    destination = Layout({"t": sharded("t", shape, [(0,), *[()] * (len(shape) - 1)], (2,), "x", 1)})
+    if not covered.all():
+        with pytest.raises(TransferError, match=r"t: x\d needs .* elements"):
+            plan(source, destination)
+        return
+    values = {"t": np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + 1}
+    execute(plan(source, destination), source, destination, values)
+
+
+def one(shape: tuple[int, ...], spec: Spec, mesh: tuple[int, ...], prefix: str, dtype: str = "float32") -> Layout:
+    return Layout({"w": sharded("w", shape, spec, mesh, prefix, 1, dtype)})
+
+
+def test_the_example_in_the_docstring() -> None:
+    source = one((8, 2), [(0,), ()], (2,), "s")
+    destination = Layout({"w": TensorLayout("w", (8, 2), "float32", (Shard("x", 0, (2, 0), (8, 2)),))})
+    copies = [(c.source, c.destination, c.lower, c.upper) for c in plan(source, destination).copies]
+    assert copies == [("s0", "x", (2, 0), (4, 2)), ("s1", "x", (4, 0), (8, 2))]
+
+
+def test_replicated_sources_share_the_work() -> None:
+    names = [f"t{i}" for i in range(6)]
+    source = Layout({n: sharded(n, (4,), [()], (3,), "s", 1) for n in names})
+    destination = Layout({n: sharded(n, (4,), [()], (1,), "x", 1) for n in names})
+    assert plan(source, destination).egress_bytes() == {"s0": 32, "s1": 32, "s2": 32}
+
+
+def test_what_only_one_worker_holds_is_counted_before_what_several_hold() -> None:
+    def held_by(name: str, *workers: str) -> TensorLayout:
+        return TensorLayout(name, (4,), "float32", tuple(Shard(w, i, (0,), (4,)) for i, w in enumerate(workers)))
+
+    source = Layout({"both": held_by("both", "a", "b"), "only": held_by("only", "a")})
+    destination = Layout({"both": held_by("both", "x"), "only": held_by("only", "x")})
+    assert plan(source, destination).egress_bytes() == {"a": 16, "b": 16}
+
+
+def test_scalars_and_empty_tensors() -> None:
+    made = plan(one((), [], (2,), "s"), one((), [], (1,), "x"))
+    assert [(c.lower, c.upper, c.nbytes) for c in made.copies] == [((), (), 4)]
+    assert plan(one((0, 3), [(), ()], (2,), "s"), one((0, 3), [(), ()], (1,), "x")).copies == ()
+
+
+def test_sizes_of_dtypes() -> None:
+    for dtype, size in [("bfloat16", 2), ("float8_e4m3fn", 1), ("float16", 2), ("uint8", 1), ("float64", 8)]:
+        assert plan(one((3,), [()], (1,), "s", dtype), one((3,), [()], (1,), "x", dtype)).planned_bytes == 3 * size
+    with pytest.raises(TransferError, match="unknown dtype 'float7'"):
+        plan(one((3,), [()], (1,), "s", "float7"), one((3,), [()], (1,), "x", "float7"))
+
+
+def test_mismatches_are_errors_by_name() -> None:
+    source = one((4, 2), [(0,), ()], (2,), "s")
+    cases = [
+        (one((4, 3), [(), ()], (1,), "x"), r"w: expected shape \[4, 3\], the source has \[4, 2\]"),
+        (one((4, 2), [(), ()], (1,), "x", "bfloat16"), "w: expected dtype bfloat16, the source has float32"),
+        (Layout({}), "the destination has no tensor w"),
+        (Layout({**source.tensors, "v": replace(source.tensors["w"], name="v")}), "the source has no tensor v"),
+        (
+            Layout({"w": replace(source.tensors["w"], shards=(Shard("x", 0, (0, 0), (5, 2)),))}),
+            r"w: box \[0, 0\]–\[5, 2\] on x does not lie in shape \[4, 2\]",
+        ),
+    ]
+    for destination, message in cases:
+        with pytest.raises(TransferError, match=message):
+            plan(source, destination)
+    half = Layout({"w": replace(source.tensors["w"], shards=source.tensors["w"].shards[:1])})
+    with pytest.raises(TransferError, match=r"w: x0 needs \[0, 0\]–\[4, 2\], the source holds 4 of its 8 elements"):
+        plan(half, one((4, 2), [(), ()], (1,), "x"))
+
+
+def test_a_plan_is_a_function_of_layouts_and_is_cached() -> None:
+    source, destination = one((8,), [(0,)], (4,), "s"), one((8,), [()], (2,), "x")
+    made = plan(source, destination)
+    assert plan(Layout.from_json(source.to_json()), Layout.from_json(destination.to_json())) is made
+    both = {"a": replace(source.tensors["w"], name="a"), **source.tensors}
+    assert fingerprint(Layout(both)) == fingerprint(Layout(dict(reversed(both.items()))))
+    assert fingerprint(source) != fingerprint(destination)
+    assert made.copies[0].to_json() == {"tensor": "w", "source": "s0", "lower": [0], "upper": [2]}
+    assert [c.destination for c in made.for_worker("x1")] == ["x1"] * 4
+
+
+def test_a_model_is_planned_in_milliseconds() -> None:
+    def model(mesh: tuple[int, ...], spec: Spec, prefix: str) -> Layout:
+        names = [f"model.layers.{i}.weight" for i in range(270)]
+        return Layout({n: sharded(n, (576, 1536), spec, mesh, prefix, 1) for n in names})
+
+    source, destination = model((4,), [(0,), ()], "s"), model((2,), [(), (0,)], "x")
+    start = time.process_time()
+    made = plan(source, destination)
+    assert time.process_time() - start < 0.5
+    assert len(made.copies) == 270 * 8
