@@ -25,11 +25,12 @@ from waypath.controller.runs.trace import PhaseSpan
 from waypath.controller.scheduler import Scheduler
 from waypath.proto import version
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import DeadlineError, ProtocolError, WaypathError, trailer
+from waypath.proto.errors import DeadlineError, ProtocolError, RemoteError, WaypathError, trailer
 from waypath.proto.worker_pb2_grpc import WorkerServicer
 
 HEARTBEAT_TIMEOUT_S = 45.0
 LIVENESS_PERIOD_S = 1.0
+WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -245,8 +246,17 @@ class Runtime(WorkerServicer):
             spans = self._spans.setdefault(owner, deque(maxlen=MAX_SPANS))
             spans.extend(phase_spans(link.worker, event))
         translated = node_event(link.worker, link.register.incarnation, event)
-        if translated is not None:
+        if translated is None:
+            return
+        if isinstance(translated, c.NodeFailed) and self._may_be_a_symptom(link, translated):
+            asyncio.get_running_loop().call_later(WORLD_ERROR_DELAY_S, self._handle, translated)
+        else:
             self._handle(translated)
+
+    @staticmethod
+    def _may_be_a_symptom(link: Connection, event: c.NodeFailed) -> bool:
+        """A collective whose peer died fails too, and may be heard of first: the peer's loss is the cause to tell."""
+        return link.register.process_count > 1 and type(event.error) is RemoteError
 
     async def _lose(self, link: Connection, cause: str) -> None:
         if self.connections.get(link.worker) is not link:
