@@ -1,0 +1,112 @@
+"""Real deaths in the middle of a run: the run goes on, or stops with its cause and is resumed to the same parameters."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+import waypath
+from tests.cluster import Command, comparable, read_metrics, read_result, running, small
+from waypath.proto.config import RunConfig
+
+STEPS = 6
+
+
+def _config(tmp_path: Path) -> RunConfig:
+    return small(tmp_path, steps=STEPS, trainer__checkpoint_every=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[waypath.RunResult, list[dict[str, object]]]:
+    """The result and metrics of the run that nobody disturbs."""
+    config = _config(tmp_path_factory.mktemp("undisturbed"))
+    with running(config) as cluster:
+        result = cluster.result(cluster.run())
+        assert result.status == "done"
+        return result, comparable(read_metrics(cluster.run_dir, result.run_id), "publish_", "egress_")
+
+
+@pytest.mark.parametrize("names", [("inference-0",), ("reward-0",), ("inference-1", "reward-0")], ids="+".join)
+def test_kill_9_of_inference_and_reward_workers_does_not_change_the_result(
+    tmp_path: Path, names: tuple[str, ...], undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    with running(_config(tmp_path)) as cluster:
+        run = cluster.run()
+        cluster.wait_step(run, 1)
+        killed = {name: cluster.kill(name) for name in names}
+        result = cluster.result(run)
+        for name, pid in killed.items():
+            cluster.wait_restarted(name, pid)
+        metrics = comparable(read_metrics(cluster.run_dir, run.id), "publish_", "egress_")
+    assert (result.status, result.cause) == ("done", None)
+    assert result.params_digest == undisturbed[0].params_digest
+    assert metrics == undisturbed[1]
+
+
+def test_the_only_inference_worker_is_killed_and_the_run_waits_for_its_successor(
+    tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    config = small(
+        tmp_path,
+        steps=STEPS,
+        trainer__checkpoint_every=2,
+        cluster__inference_processes=1,
+        inference__replicas=1,
+    )
+    with running(config) as cluster:
+        run = cluster.run()
+        cluster.wait_step(run, 1)
+        cluster.kill("inference-0")
+        result = cluster.result(run)
+    assert result.params_digest == undisturbed[0].params_digest
+
+
+def test_kill_9_of_a_trainer_stops_the_run_with_its_cause_and_it_resumes_to_the_same_parameters(
+    tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    config = _config(tmp_path)
+    with running(config) as cluster:
+        run = cluster.run()
+        cluster.wait_step(run, 3)
+        cluster.kill("trainer-1")
+        failed = cluster.result(run)
+    assert failed.status == "failed"
+    assert failed.cause is not None and "trainer-1" in failed.cause
+    with Command(["run", "--resume", run.id, "--run-dir", str(tmp_path / "runs")], tmp_path) as command:
+        assert command.wait() == 0, command.output()
+    result = read_result(tmp_path / "runs", run.id)
+    assert result["params_digest"] == undisturbed[0].params_digest
+    assert comparable(read_metrics(tmp_path / "runs", run.id), "publish_", "egress_") == undisturbed[1]
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_resume_ends_with_the_same_parameters(
+    tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(_config(tmp_path).to_toml())
+    with Command(["run", str(path), "--plain"], tmp_path) as command:
+        command.wait_output("step 1")
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output()
+        assert "waypath run --resume" in command.output()
+    run_id = next(iter((tmp_path / "runs").glob("*/journal"))).parent.name
+    stopped = read_result(tmp_path / "runs", run_id)
+    assert stopped["status"] == "cancelled"
+    assert stopped["steps"] < STEPS
+    with Command(["run", "--resume", run_id, "--run-dir", str(tmp_path / "runs")], tmp_path) as command:
+        assert command.wait() == 0, command.output()
+    assert read_result(tmp_path / "runs", run_id)["params_digest"] == undisturbed[0].params_digest
+
+
+def test_a_full_disk_at_checkpoint_time_stops_the_run_with_its_cause(tmp_path: Path) -> None:
+    with running(_config(tmp_path)) as cluster:
+        for name in ("trainer-0", "trainer-1"):
+            psutil.Process(cluster.pids()[name]).rlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        result = cluster.result(cluster.run())
+    assert result.status == "failed"
+    assert result.cause is not None and "checkpoint" in result.cause.lower()
+    assert "File too large" in result.cause or "EFBIG" in result.cause

@@ -1,0 +1,308 @@
+"""The command line without processes: arguments, exit codes, checks before a start, following a run."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from waypath.controller.client.client import Client, Run, RunResult, StepRecord
+from waypath.proto import config as configs
+from waypath.proto.errors import ConfigError, ModelError, NotFoundError, TaskError, UnavailableError, WaypathError
+from waypath.tools import cli, launch, preflight
+from waypath.tools.follow import Interrupts, follow
+from waypath.tools.progress import View
+
+Update = StepRecord | str | RunResult | WaypathError
+
+
+def tiny(tmp_path: Path, **overrides: Any) -> configs.RunConfig:
+    base = {
+        "model": {"random": {"alphabet": "0123456789>"}},
+        "task": {"name": "sort", "prompts_per_step": 2},
+        "algorithm": {"group_size": 2},
+        "inference": {"slots": 4, "prompt_buckets": [8]},
+        "storage": {"run_dir": str(tmp_path / "runs")},
+    }
+    return configs.load(base, overrides)
+
+
+def write(tmp_path: Path, config: configs.RunConfig) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(config.to_toml())
+    return str(path)
+
+
+# -- exit codes and messages
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run"], "give a CONFIG"),
+        (["run", "nowhere.toml"], "cannot read nowhere.toml"),
+        (["run", "JOB", "--set", "steps"], "expected KEY=VALUE"),
+        (["run", "JOB", "--set", "stepz=3"], "did you mean 'steps'"),
+        (["run", "JOB", "--set", "model.path=nowhere"], "exactly one of model.path"),
+        (["run", "JOB", "--set", "task.name=sums"], "task.name = 'sums'"),
+        (["run", "JOB", "--resume", "r1", "--set", "steps=3"], "exclude each other"),
+        (["run", "--resume", "r1"], "no run 'r1' in runs"),
+        (["run", "JOB", "--controller", "127.0.0.1:1"], "--controller needs --token-file"),
+        (["up", "JOB", "--listen", "7777"], "expected HOST:PORT"),
+        (["status"], "no local cluster is up in runs"),
+        (["watch", "r1"], "no local cluster is up in runs"),
+        (["cancel", "r1"], "no local cluster is up in runs"),
+        (["export", "r1", "--out", "out"], "has no exported model"),
+        (["bench", "speed"], "no benchmark 'speed'"),
+    ],
+)
+def test_bad_requests_exit_with_2_and_say_why(
+    argv: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = write(tmp_path, tiny(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([job if word == "JOB" else word for word in argv]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fly"])
+    assert caught.value.code == cli.USAGE
+    assert "invalid choice: 'fly'" in capsys.readouterr().err
+
+
+def test_launcher_checks_the_port_before_it_starts_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write(tmp_path, tiny(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.main(["up", job, "--listen", address]) == cli.USAGE
+    assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_run_of_another_folder_keeps_its_recorded_configuration(tmp_path: Path) -> None:
+    config = tiny(tmp_path, steps=7)
+    recorded = tmp_path / "runs" / "r1"
+    recorded.mkdir(parents=True)
+    (recorded / "config.toml").write_text(config.to_toml())
+    job = write(tmp_path, tiny(tmp_path, steps=9))
+    by_config = cli.parser().parse_args(["run", job, "--resume", "r1"])
+    by_folder = cli.parser().parse_args(["run", "--resume", "r1", "--run-dir", str(tmp_path / "runs")])
+    assert cli._config(by_config) == cli._config(by_folder) == config
+
+
+# -- what is on disk
+
+
+def test_runs_are_listed_from_the_folder_when_nothing_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, done in (("r1", True), ("r2", False)):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.toml").touch()
+        (directory / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
+        if done:
+            (directory / "result.json").write_text(json.dumps({"status": "failed", "steps": 2, "cause": "disk full"}))
+    assert cli.main(["runs", "--run-dir", str(tmp_path)]) == cli.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["r1", "failed", "2", "disk", "full"]
+    assert lines[2].split() == ["r2", "interrupted", "2"]
+
+
+def test_export_copies_what_a_finished_run_exported(tmp_path: Path) -> None:
+    export = tmp_path / "r1" / "export"
+    export.mkdir(parents=True)
+    (export / "config.json").write_text("{}")
+    (tmp_path / "r1" / "result.json").write_text(json.dumps({"export_dir": str(export)}))
+    argv = ["export", "r1", "--run-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert cli.main(argv) == cli.DONE
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert cli.main(argv) == cli.USAGE  # it isn't empty now
+
+
+def test_cluster_file_of_a_dead_launcher_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / launch.CLUSTER_FILE
+    path.write_text(json.dumps({"pid": os.getpid(), "address": "127.0.0.1:1", "token_file": "t"}))
+    found = launch.read_cluster_file(path)
+    assert found is not None and found["address"] == "127.0.0.1:1"
+    path.write_text(json.dumps({"pid": 2**22 + 1}))
+    assert launch.read_cluster_file(path) is None
+    path.write_text("{")
+    assert launch.read_cluster_file(path) is None
+
+
+@pytest.mark.parametrize(("text", "port"), [("7777\n", 7777), ("127.0.0.1:7777", 7777), ("", None), ("x", None)])
+def test_port_file(text: str, port: int | None, tmp_path: Path) -> None:
+    (tmp_path / "port").write_text(text)
+    assert launch.read_port(tmp_path / "port") == port
+    assert launch.read_port(tmp_path / "none") is None
+
+
+# -- checks before a start
+
+
+def test_preflight_accepts_the_tiny_job(tmp_path: Path) -> None:
+    preflight.check(tiny(tmp_path))
+
+
+@pytest.mark.parametrize("role", ["trainer", "inference"])
+def test_preflight_refuses_a_model_beyond_the_memory_limit(role: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path, **{f"{role}.memory_limit_bytes": 1_000_000})
+    with pytest.raises(ModelError, match=rf"in each {role} process; {role}.memory_limit_bytes = 1000000"):
+        preflight.check(config)
+
+
+def test_preflight_refuses_a_missing_model(tmp_path: Path) -> None:
+    base = tiny(tmp_path).to_json()
+    base["model"] = {"path": str(tmp_path / "absent")}
+    with pytest.raises(ModelError, match="absent"):
+        preflight.check(configs.load(base))
+
+
+@pytest.mark.parametrize("key", ["reward.function", "task.name"])
+def test_preflight_refuses_imports_that_are_not_allowed(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} = 'sums.hard:reward'.*allow_import"):
+        preflight.check(tiny(tmp_path, **{key: "sums.hard:reward", "reward.allow_import": ["sum"]}))
+    preflight.check(tiny(tmp_path, **{key: "sums.hard:reward", "reward.allow_import": ["sums"]}))
+
+
+def test_preflight_refuses_a_data_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="absent"):
+        preflight.check(tiny(tmp_path, **{"task.name": f"jsonl:{tmp_path}/absent.jsonl"}))
+
+
+def test_preflight_refuses_a_run_dir_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"storage\.run_dir"):
+        preflight.check(tiny(tmp_path, **{"storage.run_dir": str(tmp_path / "file" / "runs")}))
+
+
+# -- following a run
+
+
+class FakeRun:
+    """Stands in for the client's Run: yields what it is given, holding back what comes after `None` until a cancel."""
+
+    id = "r1"
+
+    def __init__(self, *updates: Update | None) -> None:
+        self._updates = updates
+        self.cancelled = threading.Event()
+
+    def updates(self, from_step: int = 0) -> Iterator[StepRecord | str | RunResult]:
+        for update in self._updates:
+            if update is None:
+                assert self.cancelled.wait(30.0)
+            elif isinstance(update, WaypathError):
+                raise update
+            else:
+                yield update
+
+    def cancel(self, checkpoint: bool = True) -> None:
+        assert checkpoint
+        self.cancelled.set()
+
+
+class Recorder(View):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__(Console())
+        self.seen: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.seen.append(text)
+
+    def step(self, metrics: Any) -> None:
+        self.seen.append(f"step {metrics['step']}")
+
+    def event(self, line: str) -> None:
+        self.seen.append(line)
+
+
+def ended(status: str = "done", cause: str | None = None) -> RunResult:
+    return RunResult("r1", status, 2, 2, None, None, None, None, 1.0, cause)
+
+
+def followed(run: FakeRun, view: View, interrupts: Interrupts, **options: Any) -> RunResult | None:
+    return follow(cast(Client, None), cast(Run, run), view, interrupts, **options)
+
+
+def test_follow_shows_steps_and_returns_the_result() -> None:
+    view = Recorder()
+    run = FakeRun("opening", StepRecord({"step": 0}), StepRecord({"step": 1}), ended())
+    assert followed(run, view, Interrupts()) == ended()
+    assert view.seen == ["opening", "step 0", "step 1"]
+
+
+def test_first_interrupt_stops_the_run_with_a_checkpoint() -> None:
+    view, interrupts = Recorder(), Interrupts()
+    interrupts.count = 1
+    run = FakeRun(StepRecord({"step": 0}), None, ended("cancelled"))
+    result = followed(run, view, interrupts)
+    assert result is not None and result.status == "cancelled" and run.cancelled.is_set()
+    assert any("with a checkpoint" in line for line in view.seen)
+
+
+def test_interrupt_detaches_from_a_run_of_someone_else() -> None:
+    interrupts = Interrupts()
+    interrupts.count = 1
+    run = FakeRun(StepRecord({"step": 0}), None)
+    assert followed(run, Recorder(), interrupts, stop_on_interrupt=False) is None
+    assert not run.cancelled.is_set()
+    run.cancelled.set()
+
+
+def test_cluster_failure_ends_the_run_with_its_cause() -> None:
+    run = FakeRun(StepRecord({"step": 0}), UnavailableError("socket closed"))
+    result = followed(run, Recorder(), Interrupts(), failure=lambda: "controller (pid 7) was killed by SIGKILL")
+    assert result is not None and result.status == "failed"
+    assert result.cause == "the cluster ended: controller (pid 7) was killed by SIGKILL"
+
+
+def test_trainer_death_is_named_beside_the_controllers_cause() -> None:
+    view = Recorder()
+    run = FakeRun(StepRecord({"step": 0}), ended("failed", "worker trainer-1 is gone"))
+    result = followed(run, view, Interrupts(), deaths=lambda: ["trainer-1 (pid 9) was killed by SIGKILL"])
+    assert result is not None and result.cause is not None
+    assert result.cause.startswith("worker trainer-1 is gone") and "pid 9" in result.cause
+
+
+def test_broken_connection_is_raised_where_nothing_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waypath.tools.follow.BROKEN_DEADLINE_S", 0.05)
+    run = FakeRun(StepRecord({"step": 0}), UnavailableError("socket closed"))
+    with pytest.raises(UnavailableError, match="socket closed"):
+        followed(run, Recorder(), Interrupts())
+
+
+def test_second_interrupt_kills() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.count == 1 and interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # a third is ignored while everything is being killed
+        assert interrupts.count == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_registered_reads_the_controllers_status() -> None:
+    assert launch.registered({"workers": [{"name": "trainer-0"}, {"name": "reward-0"}]}) == {"trainer-0", "reward-0"}
+
+
+def test_no_cluster_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="waypath up CONFIG"):
+        launch.find_cluster(tmp_path)

@@ -1,0 +1,183 @@
+"""Pulling slices from a real data server on a loopback socket, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.errors import TransferError, UserError
+from waypath.workers import wire
+from waypath.workers.data_server import DataServer
+from waypath.workers.peers import Peers
+from waypath.workers.store import ExposedTensor, ObjectStore
+from waypath.workers.transfer import Transfer
+
+TOKEN = "a-token"
+WHOLE = np.arange(40 * 30, dtype=np.float32).reshape(40, 30)
+
+
+@asynccontextmanager
+async def cluster(*workers: str, token: str = TOKEN) -> AsyncIterator[tuple[Transfer, dict[str, ObjectStore], Peers]]:
+    """A transfer of worker "me", the stores of `workers` behind data servers, and me's peer table."""
+    stores = {worker: ObjectStore() for worker in workers}
+    servers = {worker: DataServer(store, TOKEN) for worker, store in stores.items()}
+    peers = Peers()
+    peers.replace([pb.Peer(worker=w, data_addresses=[await server.start()]) for w, server in servers.items()])
+    mine = ObjectStore()
+    transfer = Transfer("me", token, peers, mine)
+    try:
+        yield transfer, stores | {"me": mine}, peers
+    finally:
+        transfer.close()
+        for server in servers.values():
+            await server.stop()
+
+
+def copy(tensor: str, source: str, lower: list[int], upper: list[int]) -> dict[str, Any]:
+    return {"tensor": tensor, "source": source, "lower": lower, "upper": upper}
+
+
+def into(target: np.ndarray[Any, Any]) -> Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray[Any, Any]]:
+    def write(_: str, lower: tuple[int, ...], upper: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        cut: Any = map(slice, lower, upper)
+        return target[(..., *cut)]
+
+    return write
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 30))
+
+
+def test_boxes_from_several_sources_land_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "CHUNK_BYTES", 1 << 20)
+
+    async def main() -> None:
+        async with cluster("a", "b") as (transfer, stores, _):
+            stores["a"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
+            boxes = [((20, 0), WHOLE[20:, :15]), ((20, 15), WHOLE[20:, 15:])]
+            stores["b"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", boxes)})
+            stores["me"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            target = np.zeros_like(WHOLE)
+            copies = [
+                copy("w", "a", [0, 0], [20, 10]),
+                copy("w", "a", [0, 10], [19, 30]),
+                copy("w", "b", [20, 3], [40, 15]),
+                copy("w", "b", [20, 15], [40, 30]),
+                copy("w", "me", [20, 0], [40, 3]),
+                copy("w", "me", [19, 10], [20, 30]),
+                copy("w", "a", [3, 3], [3, 9]),  # empty
+            ]
+            stats = await transfer.pull_slices("p/1", copies, into(target))
+            np.testing.assert_array_equal(target, WHOLE)
+            assert stats.bytes == WHOLE.nbytes and stats.seconds > 0
+            for store in stores.values():
+                store.unexpose("p/1", timeout_s=10)
+
+    run(main())
+
+
+def test_scalars_and_bfloat16_travel() -> None:
+    async def main() -> None:
+        async with cluster("a") as (transfer, stores, _):
+            half = np.arange(7).astype(ml_dtypes.bfloat16)
+            tensors = {
+                "s": ExposedTensor((), "float64", [((), np.array(2.5))]),
+                "h": ExposedTensor((7,), "bfloat16", [((0,), half)]),
+            }
+            stores["a"].expose("p", tensors)
+            targets: dict[str, np.ndarray[Any, Any]] = {"s": np.zeros(()), "h": np.zeros(7, ml_dtypes.bfloat16)}
+            copies = [copy("s", "a", [], []), copy("h", "a", [0], [7])]
+            stats = await transfer.pull_slices("p", copies, lambda tensor, *_: targets[tensor])
+            assert targets["s"] == 2.5 and (targets["h"] == half).all() and stats.bytes == 22
+
+    run(main())
+
+
+def test_what_cannot_be_had_is_a_transfer_error_naming_tensor_box_and_source() -> None:
+    async def main() -> None:
+        async with cluster("a", "b") as (transfer, stores, peers):
+            target = np.zeros((40, 30), np.float32)
+            for store in stores.values():
+                store.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
+            cases = [
+                (
+                    "q",
+                    copy("w", "a", [0, 0], [1, 1]),
+                    r"q: w\[0:\d+, 0:\d+\] from [ab]: .*q is not exposed here; exposed: p",
+                ),
+                ("p", copy("v", "a", [0, 0], [1, 1]), "p has no tensor v"),
+                (
+                    "p",
+                    copy("w", "a", [19, 0], [21, 1]),
+                    r"does not lie in one box held here; boxes .*\[0, 0\] \+ \[20, 30\]",
+                ),
+                ("p", copy("w", "me", [19, 0], [21, 1]), "is not held by this worker, me"),
+                ("p", copy("w", "c", [0, 0], [1, 1]), "from c: UnavailableError: worker c is not up; known: a, b"),
+            ]
+            for name, wanted, text in cases:
+                with pytest.raises(TransferError, match=text):
+                    await transfer.pull_slices(name, [copy("w", "b", [0, 0], [20, 30]), wanted], into(target))
+            with pytest.raises(TransferError, match="goes to float32"):
+                await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], lambda *_: target[0, 0])
+            with pytest.raises(TransferError, match="do not fit a box of float64"):
+                wrong = np.zeros((1, 1), np.float64)  # twice the bytes
+                await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], lambda *_: wrong)
+            peers.replace([pb.Peer(worker="a", data_addresses=["127.0.0.1:1"])])
+            with pytest.raises(TransferError, match="from a: UnavailableError: could not pull from a"):
+                await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], into(target))
+
+    run(main())
+
+
+def test_a_wrong_token_is_refused() -> None:
+    async def main() -> None:
+        async with cluster("a", token="another") as (transfer, stores, _):
+            stores["a"].expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            with pytest.raises(TransferError, match="AuthenticationError") as caught:
+                await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], into(np.zeros((40, 30), np.float32)))
+            assert not isinstance(caught.value, UserError)
+
+    run(main())
+
+
+def test_a_source_that_dies_ends_the_pull_and_the_readers_are_gone() -> None:
+    async def main() -> None:
+        async with cluster("a") as (transfer, stores, _):
+            big = np.zeros((64, 1 << 20), np.uint8)
+            stores["a"].expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
+            target = np.zeros_like(big)
+            copies = [copy("w", "a", [0, 0], list(big.shape))]
+            with pytest.raises(TransferError, match=r"w\[0:64, 0:1048576\] from a: DeadlineError"):
+                await transfer.pull_slices("p", copies, into(target), timeout_s=0.0)
+            await asyncio.to_thread(stores["a"].unexpose, "p", 10)
+
+    run(main())
+
+
+def test_a_cancelled_pull_writes_nothing_afterwards() -> None:
+    async def main() -> None:
+        async with cluster("a") as (transfer, stores, _):
+            big = np.ones((64, 1 << 20), np.uint8)
+            stores["a"].expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
+            target = np.zeros_like(big)
+            pull = asyncio.create_task(
+                transfer.pull_slices("p", [copy("w", "a", [0, 0], list(big.shape))], into(target))
+            )
+            while not target[0, 0]:
+                await asyncio.sleep(0)
+            pull.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+            before = int(target[:, 0].sum())
+            await asyncio.to_thread(stores["a"].unexpose, "p", 10)
+            assert int(target[:, 0].sum()) == before < 64
+
+    run(main())

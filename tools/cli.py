@@ -1,0 +1,376 @@
+"""The `waypath` command.
+
+Owns the arguments, the exit codes and which helper does what. Must not know how processes are kept or drawn.
+Exit codes: 0 done, 1 the run or the request failed (the cause is printed), 2 a wrong command line or
+configuration, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from waypath.controller.client.client import Client, RunResult, connect
+from waypath.proto import config as configs
+from waypath.proto.config import RunConfig
+from waypath.proto.errors import ConfigError, NotFoundError, UserError, WaypathError
+from waypath.tools import preflight, progress, report
+from waypath.tools.follow import Interrupts, follow
+from waypath.tools.launch import InterruptedStart, LocalCluster, find_cluster
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+UP_STOP_DEADLINE_S = 300.0
+ENDED = ("done", "failed", "cancelled", "interrupted")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    command: Callable[[argparse.Namespace, Console], int] = arguments.command
+    try:
+        return command(arguments, console)
+    except (InterruptedStart, KeyboardInterrupt):
+        print("interrupted; nothing is left running", file=sys.stderr)
+        return INTERRUPTED
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except WaypathError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="waypath", description="RL post-training of language models in JAX, from one controller."
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, function: Callable[[argparse.Namespace, Console], int], about: str) -> Any:
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(command=function)
+        return command
+
+    up = add("up", up_command, "Start a controller and workers on this machine and keep them until Ctrl-C.")
+    up.add_argument("config", metavar="CONFIG")
+    up.add_argument(
+        "--listen", default="127.0.0.1:7777", metavar="ADDR", help="port 0: a free one (default: %(default)s)"
+    )
+    _set_option(up)
+
+    run = add(
+        "run",
+        run_command,
+        "Start a run and follow it to its end, with a local cluster unless --controller is given.",
+    )
+    run.add_argument("config", metavar="CONFIG", nargs="?")
+    run.add_argument("--resume", metavar="RUN", help="go on with an earlier run from its last checkpoint")
+    run.add_argument("--plain", action="store_true", help="one line a step, also on a terminal")
+    _set_option(run)
+    _cluster_options(run)
+
+    status = add("status", status_command, "What the cluster does now.")
+    status.add_argument("--json", action="store_true", help="the controller's answer as it is")
+    _cluster_options(status)
+    _cluster_options(add("runs", runs_command, "List the runs."))
+    watch = add("watch", watch_command, "Follow a run; Ctrl-C leaves it running.")
+    watch.add_argument("--plain", action="store_true", help="one line a step, also on a terminal")
+    cancel = add("cancel", cancel_command, "Stop a run after its step in progress, with a checkpoint.")
+    cancel.add_argument("--no-checkpoint", action="store_true", help="stop without writing one")
+    export = add("export", export_command, "Write a run's newest parameters as a Hugging Face directory.")
+    export.add_argument("--out", required=True, metavar="DIR")
+    for command in (watch, cancel, export):
+        command.add_argument("run", metavar="RUN")
+        _cluster_options(command)
+
+    bench = add("bench", bench_command, "Run a benchmark; its baselines are measured in the same run.")
+    bench.add_argument("name", metavar="NAME", help="grpo")
+    bench.add_argument("--json", metavar="FILE", help="write the result there")
+    return top
+
+
+def _set_option(command: Any) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of CONFIG, such as steps=30",
+    )
+
+
+def _cluster_options(command: Any) -> None:
+    command.add_argument("--controller", metavar="ADDR", help="HOST:PORT of a controller")
+    command.add_argument("--token-file", metavar="FILE", help="the cluster's token")
+    command.add_argument("--run-dir", default="runs", metavar="DIR", help="where local runs are (default: %(default)s)")
+
+
+def _client(arguments: argparse.Namespace) -> Client:
+    if arguments.controller is None:
+        return find_cluster(Path(arguments.run_dir))
+    if arguments.token_file is None:
+        raise ConfigError("--controller needs --token-file", remedy="Pass the file that the launcher wrote")
+    return connect(arguments.controller, token_file=Path(arguments.token_file))
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    """The configuration that CONFIG and --set say, or the recorded one of the run to resume; checked."""
+    overrides = dict(configs.parse_override(text) for text in arguments.set)
+    if not arguments.resume:
+        if arguments.config is None:
+            raise ConfigError("give a CONFIG, or --resume RUN")
+        return configs.load(arguments.config, overrides)
+    if overrides:
+        raise ConfigError("a resumed run keeps its configuration: --set and --resume exclude each other")
+    run_dir = Path(arguments.run_dir)
+    if arguments.config is not None:
+        run_dir = Path(configs.load(arguments.config).storage.run_dir)
+    recorded = run_dir / arguments.resume / "config.toml"
+    if not recorded.exists():
+        raise NotFoundError(f"no run {arguments.resume!r} in {run_dir}: {recorded} does not exist")
+    return configs.load(recorded, {"storage.run_dir": str(run_dir)})
+
+
+def run_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath run`: with a cluster of its own, or on a controller that is up."""
+    if arguments.controller is not None:
+        config = None if arguments.resume else _config(arguments)
+        with _client(arguments) as client, Interrupts() as interrupts:
+            run = client.start_run(config, resume=arguments.resume)
+            with progress.make_view(console, plain=arguments.plain) as view:
+                view.begin(run.id, config.steps if config else 0)
+                result = follow(client, run, view, interrupts, stop_on_interrupt=False)
+            return _close(console, client, run.id, result, _directory(client, run.id, Path(arguments.run_dir)))
+    config = _config(arguments)
+    preflight.check(config)
+    with Interrupts() as interrupts:
+        return _run_locally(config, arguments, console, interrupts)
+
+
+def _run_locally(config: RunConfig, arguments: argparse.Namespace, console: Console, interrupts: Interrupts) -> int:
+    started = time.monotonic()
+    view = progress.make_view(console, plain=arguments.plain)
+    cluster = LocalCluster(config, on_event=lambda line: view.event(line), interrupted=interrupts)
+    with cluster, connect(cluster.address, cluster.token) as client:
+        cluster.wait_ready(client)
+        console.print(report.summary_table(cluster.rows()))
+        starting_s = time.monotonic() - started
+        run = client.start_run(None if arguments.resume else config, resume=arguments.resume)
+        directory = cluster.run_dir / run.id
+        cluster.adopt_logs(directory)
+        with view:
+            view.begin(run.id, config.steps)
+            result = follow(client, run, view, interrupts, failure=cluster.failure, deaths=cluster.trainer_deaths)
+        code = _close(console, client, run.id, result, directory, starting_s=starting_s)
+        if interrupts() and code != DONE:
+            console.print(f"go on with: waypath run --resume {run.id}", highlight=False)
+            return INTERRUPTED
+        return code
+
+
+def _close(
+    console: Console,
+    client: Client,
+    run_id: str,
+    result: RunResult | None,
+    directory: Path,
+    *,
+    starting_s: float = 0.0,
+) -> int:
+    if result is None:
+        console.print(f"run {run_id} goes on; follow it with: waypath watch {run_id}", highlight=False)
+        return INTERRUPTED
+    try:
+        samples = client.run(run_id).samples()
+    except WaypathError:  # the controller is gone; what it wrote is there
+        samples = _lines(directory / "samples.jsonl")
+    report.report(console, result, directory, samples, starting_s=starting_s)
+    return DONE if result.status == "done" else FAILED
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def _directory(client: Client, run_id: str, run_dir: Path) -> Path:
+    for run in client.runs():
+        if run["run_id"] == run_id and run["directory"]:
+            return Path(run["directory"])
+    return run_dir / run_id
+
+
+def up_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath up`: a cluster until Ctrl-C; its runs are stopped with a checkpoint."""
+    config = configs.load(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
+    preflight.check(config)
+    with Interrupts() as interrupts:
+        view = progress.View(console)
+        cluster = LocalCluster(
+            config,
+            restart_trainers=True,
+            listen=arguments.listen,
+            on_event=view.event,
+            interrupted=interrupts,
+        )
+        with cluster, connect(cluster.address, cluster.token) as client:
+            cluster.wait_ready(client)
+            console.print(report.summary_table(cluster.rows()))
+            view.event(f"controller at {cluster.address}, token in {report.shown(cluster.token_file)}")
+            view.event(
+                f"start a run: waypath run CONFIG --controller {cluster.address}"
+                f" --token-file {report.shown(cluster.token_file)}"
+            )
+            while not interrupts() and cluster.failure() is None:
+                cluster.supervisor.pause(0.2)
+            if cause := cluster.failure():
+                print(f"error: the cluster ended: {cause}", file=sys.stderr)
+                return FAILED
+            _stop_runs(client, view)
+        view.event("stopped; nothing is left running")
+        return INTERRUPTED
+
+
+def _stop_runs(client: Client, view: progress.View) -> None:
+    """Cancel what runs with a checkpoint, and wait for it; a second Ctrl-C breaks the wait."""
+    active = [run["run_id"] for run in client.runs() if run["status"] not in ENDED]
+    for run_id in active:
+        view.event(f"stopping run {run_id} with a checkpoint (Ctrl-C again kills)")
+        client.run(run_id).cancel(checkpoint=True)
+    deadline = time.monotonic() + UP_STOP_DEADLINE_S
+    while time.monotonic() < deadline:
+        if all(run["status"] in ENDED for run in client.runs() if run["run_id"] in active):
+            return
+        time.sleep(0.2)
+    view.event(f"a run did not stop within {UP_STOP_DEADLINE_S:.0f} s")
+
+
+def status_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath status`."""
+    with _client(arguments) as client:
+        status = client.status()
+        if arguments.json:
+            print(json.dumps(status, indent=2))
+            return DONE
+        console.print(f"controller at {client.address}", highlight=False)
+        console.print(progress.worker_table(status))
+        if path := progress.publication_path(status):
+            console.print(f"policies are published{path}", highlight=False)
+        for run in client.runs():
+            if run["status"] not in ENDED:
+                console.print(f"run {run['run_id']} {run['status']}, {run['steps']} steps", highlight=False)
+    return DONE
+
+
+def runs_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath runs`: from the controller, or from the folder where none is up."""
+    try:
+        with _client(arguments) as client:
+            runs = client.runs()
+    except NotFoundError:
+        if arguments.controller is not None:
+            raise
+        runs = recorded_runs(Path(arguments.run_dir))
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for heading in ("run", "status", "steps", "cause"):
+        table.add_column(heading, overflow="fold")
+    for run in runs:
+        table.add_row(run["run_id"], run["status"], str(run["steps"]), run["cause"] or "")
+    console.print(table)
+    return DONE
+
+
+def recorded_runs(run_dir: Path) -> list[dict[str, Any]]:
+    """Runs of a folder by their files; one without a result was interrupted."""
+    runs = []
+    for config in sorted(run_dir.glob("*/config.toml")):
+        directory = config.parent
+        value: dict[str, Any] = {"run_id": directory.name, "status": "interrupted", "cause": ""}
+        value["steps"] = len(_lines(directory / "metrics.jsonl"))
+        if (directory / "result.json").exists():
+            result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+            value |= {key: result.get(key) for key in ("status", "steps", "cause")}
+        runs.append(value | {"directory": str(directory)})
+    return runs
+
+
+def watch_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath watch`: attach, follow, detach on Ctrl-C."""
+    with _client(arguments) as client, Interrupts() as interrupts:
+        known = {run["run_id"] for run in client.runs()}
+        if arguments.run not in known:
+            raise NotFoundError(f"no run {arguments.run!r}; there are: {', '.join(sorted(known)) or 'none'}")
+        directory = _directory(client, arguments.run, Path(arguments.run_dir))
+        recorded = directory / "config.toml"
+        steps = configs.load(recorded).steps if recorded.exists() else 0
+        run = client.run(arguments.run)
+        with progress.make_view(console, plain=arguments.plain) as view:
+            view.begin(run.id, steps)
+            result = follow(client, run, view, interrupts, stop_on_interrupt=False)
+        return _close(console, client, run.id, result, directory)
+
+
+def cancel_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath cancel`."""
+    with _client(arguments) as client:
+        client.run(arguments.run).cancel(checkpoint=not arguments.no_checkpoint)
+    console.print(f"run {arguments.run} stops after its step in progress", highlight=False)
+    return DONE
+
+
+def export_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath export`: by the cluster; where none is up, a copy of what the run exported at its end."""
+    try:
+        with _client(arguments) as client:
+            written = client.run(arguments.run).export(arguments.out)
+    except NotFoundError:
+        if arguments.controller is not None:
+            raise
+        written = copy_export(Path(arguments.run_dir) / arguments.run, Path(arguments.out))
+    console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def copy_export(directory: Path, out: Path) -> str:
+    """Copy a finished run's export to `out`, which must not exist or be empty."""
+    result = directory / "result.json"
+    source = json.loads(result.read_text(encoding="utf-8")).get("export_dir") if result.exists() else None
+    if not source or not Path(source).is_dir():
+        raise NotFoundError(
+            f"{directory} has no exported model, and no cluster is up to write one",
+            remedy=f"Finish it with `waypath run --resume {directory.name}`",
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists and is not an empty folder")
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    return str(out)
+
+
+def bench_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath bench NAME`: `main(json_file: Path | None) -> int` of `waypath.tools.bench.NAME`."""
+    folder = Path(__file__).resolve().parent / "bench"
+    known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    if arguments.name not in known:
+        raise ConfigError(f"no benchmark {arguments.name!r}; there are: {', '.join(known) or 'none'}")
+    module = importlib.import_module(f"waypath.tools.bench.{arguments.name}")
+    return int(module.main(Path(arguments.json) if arguments.json else None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

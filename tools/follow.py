@@ -1,0 +1,170 @@
+"""Follows one run to its end: reads its updates, feeds the view, and turns Ctrl-C into a clean stop.
+
+Owns the loop, the threads that wait for the network, and the meaning of the first and second Ctrl-C. Must not
+know how anything is drawn nor how processes are kept. Called by the CLI's `run` and `watch`.
+"""
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any
+
+from waypath.controller.client.client import Client, Run, RunResult, StepRecord
+from waypath.proto.errors import WaypathError
+from waypath.tools.progress import View
+
+STOP_DEADLINE_S = 300.0  # a step in flight and a checkpoint
+LOST_DEADLINE_S = 30.0  # for the controller's own verdict after a trainer's death
+BROKEN_DEADLINE_S = 2.0  # for the supervisor to notice why a connection broke
+STATUS_EVERY_S = 1.0
+
+
+class Interrupts:
+    """Counts Ctrl-C (and SIGTERM, SIGHUP) while it is entered; the second one raises KeyboardInterrupt."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """True after the first Ctrl-C."""
+        return self.count > 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 2:
+            raise KeyboardInterrupt
+        # a third one changes nothing: everything is being killed
+
+
+class Feed:
+    """Reads a run's updates (and, if asked, the cluster's status) on threads of its own, into one queue."""
+
+    def __init__(self, client: Client, run: Run, from_step: int, with_status: bool) -> None:
+        self.queue: queue.SimpleQueue[StepRecord | RunResult | str | dict[str, Any] | WaypathError] = (
+            queue.SimpleQueue()
+        )
+        self._closed = threading.Event()
+        self._client, self._run, self._from_step = client, run, from_step
+        threading.Thread(target=self._read, name="updates", daemon=True).start()
+        if with_status:
+            threading.Thread(target=self._ask, name="status", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop asking; the threads end with their connection."""
+        self._closed.set()
+
+    def _read(self) -> None:
+        try:
+            for update in self._run.updates(self._from_step):
+                self.queue.put(update)
+        except WaypathError as error:
+            if not self._closed.is_set():
+                self.queue.put(error)
+        except ValueError as error:  # grpc's word for a channel that was closed meanwhile
+            if not self._closed.is_set():
+                self.queue.put(WaypathError(f"the connection to the controller closed: {error}"))
+
+    def _ask(self) -> None:
+        while not self._closed.wait(STATUS_EVERY_S):
+            try:
+                self.queue.put(self._client.status())
+            except (WaypathError, ValueError):
+                return  # the updates' thread reports what is wrong
+
+
+def follow(
+    client: Client,
+    run: Run,
+    view: View,
+    interrupts: Interrupts,
+    *,
+    from_step: int = 0,
+    stop_on_interrupt: bool = True,
+    failure: Callable[[], str | None] = lambda: None,
+    deaths: Callable[[], list[str]] = list,
+) -> RunResult | None:
+    """Follow `run` to its end; returns its result, or None if an interrupt detached from it.
+
+    `stop_on_interrupt`: the first Ctrl-C cancels the run with a checkpoint and waits, else it detaches.
+    `failure` says why the cluster under the run is gone, `deaths` which trainers died; either ends the run.
+    """
+    feed = Feed(client, run, from_step, view.wants_status)
+    started = time.monotonic()
+    end: tuple[float, str] | None = None  # when to give up, and with which cause
+    asked = lost = False
+    broken: WaypathError | None = None
+    steps = 0
+    try:
+        while True:
+            if cause := failure():
+                return _failed(run, steps, started, f"the cluster ended: {cause}")
+            if not lost and (dead := deaths()):
+                lost, end = True, (time.monotonic() + LOST_DEADLINE_S, dead[0])
+                view.event(dead[0])
+            if interrupts() and not asked:
+                if not stop_on_interrupt:
+                    return None
+                asked = True
+                end = end or (time.monotonic() + STOP_DEADLINE_S, f"no stop within {STOP_DEADLINE_S:.0f} s")
+                view.event("stopping after the step in progress, with a checkpoint (Ctrl-C again kills)")
+                _cancel(run, view)
+            if end is not None and time.monotonic() > end[0]:
+                if broken is not None and not lost:
+                    raise broken
+                return _failed(run, steps, started, end[1])
+            try:
+                item = feed.queue.get(timeout=0.1)
+            except queue.Empty:
+                view.tick()
+                continue
+            if isinstance(item, RunResult):
+                return _explained(item, deaths())
+            if isinstance(item, WaypathError):
+                broken = item
+                end = (time.monotonic() + BROKEN_DEADLINE_S, end[1] if end else str(item))
+            elif isinstance(item, StepRecord):
+                steps = int(item.metrics["step"]) + 1
+                view.step(item.metrics)
+            elif isinstance(item, str):
+                view.phase(item)
+            else:
+                view.status(item)
+    finally:
+        feed.close()
+
+
+def _cancel(run: Run, view: View) -> None:
+    try:
+        run.cancel(checkpoint=True)
+    except WaypathError as error:  # it may have ended in this moment; the updates will tell
+        view.event(f"could not ask the run to stop: {error}")
+
+
+def _failed(run: Run, steps: int, started: float, cause: str) -> RunResult:
+    seconds = time.monotonic() - started
+    return RunResult(run.id, "failed", steps, steps, None, None, None, None, seconds, cause)
+
+
+def _explained(result: RunResult, deaths: list[str]) -> RunResult:
+    """Adds which process died to a failed run's cause: the controller only knows that a worker is gone."""
+    if result.status != "failed" or not deaths:
+        return result
+    return replace(result, cause=f"{result.cause or 'a trainer is gone'}\n  {deaths[0]}")

@@ -1,0 +1,137 @@
+"""The data service of one worker: peers pull its objects and slices of its exposed tensors.
+
+Owns the gRPC server of the data road and the count of payload bytes sent. Must not know programs, services or
+jax. Called by `main`; reads the store. Every RPC needs the cluster token (`proto.channel`).
+
+`Pull` is a long poll: an object that is not here yet is sent when it is, in whatever order objects become
+ready. An object that failed or was released ends the stream with an error whose `where` is the object's id;
+the puller asks again for the others. `PullSlices` sends boxes in the order of the request and holds the
+exposure open meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import google_crc32c
+import grpc
+
+from waypath.proto import channel as channels
+from waypath.proto import codecs
+from waypath.proto import data_pb2 as pb
+from waypath.proto.errors import LocalError, TransferError, WaypathError, trailer
+from waypath.workers.store import ExposedTensor, ObjectStore, object_id
+from waypath.workers.wire import chunks, encode
+
+__all__ = ["DataServer"]
+
+SERVICE = "waypath.v1.Data"
+MAX_OBJECTS_PER_PULL = 10_000
+
+
+class DataServer:
+    """Serves `store`. Start it on the network loop; `address` is known after `start`."""
+
+    def __init__(self, store: ObjectStore, token: str) -> None:
+        self._store = store
+        self._server = channels.aio_server(token)
+        self.address = ""
+        self.egress_bytes = 0
+        handlers = {
+            "Pull": grpc.unary_stream_rpc_method_handler(
+                self._pull,
+                request_deserializer=pb.PullRequest.FromString,
+                response_serializer=pb.PullChunk.SerializeToString,
+            ),
+            # The frames are SliceChunk messages, encoded by `wire`.
+            "PullSlices": grpc.unary_stream_rpc_method_handler(
+                self._pull_slices, request_deserializer=pb.SlicesRequest.FromString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        """Listen on `address` (host:port, port 0 for a free one); returns host:port. ConfigError if it
+        cannot.
+        """
+        port = channels.bind(self._server, address)
+        await self._server.start()
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+        return self.address
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """End the streams, after `grace_s` at the latest."""
+        await self._server.stop(grace_s)
+
+    async def _pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullChunk]:
+        if len(request.objects) > MAX_OBJECTS_PER_PULL:
+            await _abort(
+                context,
+                TransferError(f"{len(request.objects)} objects asked for at once", where=request.puller),
+            )
+        waits = {
+            asyncio.ensure_future(self._store.wait(object_id(o.execution_id, o.node_id))): o for o in request.objects
+        }
+        pending = set(waits)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                # What is ready is sent before what failed ends the stream.
+                for wait in sorted(done, key=lambda w: w.exception() is not None):
+                    name = waits[wait]
+                    failure = wait.exception()
+                    if failure is not None:
+                        await _abort(context, _about(name, failure))
+                    bundle = wait.result()
+                    yield pb.PullChunk(
+                        header=pb.ObjectHeader(object=name, bundle=codecs.header(bundle), payload_bytes=bundle.nbytes)
+                    )
+                    for data in codecs.payload(bundle):
+                        yield pb.PullChunk(payload=pb.Payload(data=data, crc32c=google_crc32c.value(data)))
+                        self.egress_bytes += len(data)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _pull_slices(self, request: pb.SlicesRequest, context: Any) -> AsyncIterator[bytes]:
+        try:
+            with self._store.reading(request.name, request.puller) as tensors:
+                for index, wanted in enumerate(request.slices):
+                    exposed = tensors.get(wanted.tensor)
+                    if exposed is None:
+                        raise TransferError(f"{request.name} has no tensor {wanted.tensor}")
+                    view = exposed.find(wanted.lower, wanted.upper)
+                    if view is None:
+                        raise TransferError(f"{request.name}: {_not_held(wanted, exposed)}")
+                    for offset, data in chunks(view):
+                        yield encode(index, offset, data)
+                        self.egress_bytes += len(data)
+        except WaypathError as error:
+            await _abort(context, error)
+
+
+def _about(name: pb.ObjectId, failure: BaseException) -> WaypathError:
+    """The failure as it is told to a puller: same class, with the object's id as its place."""
+    where = object_id(name.execution_id, name.node_id)
+    if isinstance(failure, WaypathError):
+        cls = type(failure)
+        return cls(failure.message, remedy=failure.remedy, where=where, remote_traceback=failure.remote_traceback)
+    return LocalError(f"{type(failure).__name__}: {failure}", where=where)
+
+
+def _not_held(wanted: pb.Slice, exposed: ExposedTensor) -> str:
+    held = [f"{list(lower)} + {list(view.shape)}" for lower, view in exposed.boxes]
+    return (
+        f"{wanted.tensor}{list(exposed.shape)} from {list(wanted.lower)} to {list(wanted.upper)} does not lie in "
+        f"one box held here; boxes (start + shape): {', '.join(held[:8]) or 'none'}"
+    )
+
+
+async def _abort(context: Any, error: WaypathError) -> NoReturn:
+    with contextlib.suppress(UnicodeError):
+        context.set_trailing_metadata(trailer(error))
+    await context.abort(error.status, str(error)[:2000])
+    raise AssertionError("abort returned")

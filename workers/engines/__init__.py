@@ -1,0 +1,1 @@
+"""Rollout engines behind one protocol, and the `rollout` service that runs one in a worker."""

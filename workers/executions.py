@@ -1,0 +1,362 @@
+"""Running the nodes that the controller assigns to this worker.
+
+Owns: installed programs, the executions under way, their inputs, deadlines and outcomes. Must not know gRPC,
+the controller's stream or jax. Called by the runtime, one message at a time; says what came out through
+`emit`. Network loop only.
+
+How a node travels: *waiting* for its inputs (shared by all consumers on this worker) and, on the jax lane,
+for its turn (strictly the order in which nodes were assigned: the gang order) → *running* on its lane → one
+NodeEvent. Its deadline counts from the assignment and covers all of that. A node that overruns on the jax
+lane is taken for a hung collective: it is reported and `abort` ends the process, because a thread inside XLA
+cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from waypath.proto import codecs, common_pb2
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.codecs import Bundle
+from waypath.proto.errors import DeadlineError, LocalError, ProtocolError, from_message, to_message
+from waypath.workers.inputs import Inputs
+from waypath.workers.lanes import Lanes
+from waypath.workers.service import Call, Lane, ServiceContext, find_service, lane_of
+from waypath.workers.store import object_id
+
+__all__ = ["Executions"]
+
+NO_DEADLINE_S = 7 * 24 * 3600.0
+
+_STATES = {"finished": pb.NodeEvent.FINISHED, "failed": pb.NodeEvent.FAILED, "cancelled": pb.NodeEvent.CANCELLED}
+
+
+@dataclass(eq=False)
+class _Node:
+    """One attempt at one node."""
+
+    spec: pb.Node
+    attempt: int
+    lane: Lane
+    method: Callable[[Call], Any]
+    call: Call
+    before: asyncio.Event | None  # the end of the jax-lane node ahead of this one
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    stage: str = "inputs"  # inputs, turn, running
+    cancelled: str = ""  # why
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def reader(self) -> str:
+        return f"{self.spec.node_id}#{self.attempt}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.spec.service}.{self.spec.method} ({self.call.execution_id}/{self.spec.node_id})"
+
+
+@dataclass(eq=False)
+class _Execution:
+    execution_id: str
+    inputs: Inputs
+    nodes: dict[str, _Node] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    events: dict[str, pb.NodeEvent] = field(default_factory=dict)  # what to answer when asked again
+    released: bool = False
+
+
+class Executions:
+    """The nodes under way on one worker.
+
+    `emit` takes each NodeEvent; `abort(reason)` is called when only the end of the process helps;
+    `new_inputs(execution_id)` makes the inputs of one execution.
+    """
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        lanes: Lanes,
+        new_inputs: Callable[[str], Inputs],
+        emit: Callable[[pb.NodeEvent], None],
+        abort: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._lanes = lanes
+        self._new_inputs = new_inputs
+        self._emit = emit
+        self._abort = abort
+        self._programs: dict[str, dict[str, pb.Node]] = {}
+        self._executions: dict[str, _Execution] = {}
+        self._services: dict[str, Any] = {}
+        self._last_jax: asyncio.Event | None = None
+        self._gang_sequence = 0
+        self._activity: dict[_Node, str] = {}
+
+    # What the heartbeat shows
+
+    @property
+    def activity(self) -> str:
+        """What runs now; "idle" if nothing does."""
+        running = [text for node, text in self._activity.items() if node.stage == "running"]
+        return "; ".join(running[:4]) + (f" and {len(running) - 4} more" if len(running) > 4 else "") or "idle"
+
+    def waits(self) -> list[str]:
+        """One line for each node that does not run yet: what it waits for, and where that should come
+        from.
+        """
+        return [
+            f"{node.spec.node_id} waits for {self._waits_for(execution, node)}"
+            for execution in self._executions.values()
+            for node in execution.nodes.values()
+            if node.stage != "running"
+        ]
+
+    def __len__(self) -> int:
+        return sum(len(execution.nodes) for execution in self._executions.values())
+
+    # Messages
+
+    def install(self, message: pb.Install) -> None:
+        """Keep a program's nodes for later `execute`s; installing it again replaces it."""
+        self._programs[message.program_id] = {node.node_id: node for node in message.nodes}
+
+    def execute(self, message: pb.Execute) -> None:
+        """Start the assigned nodes, in order. An attempt that is known is not started again.
+
+        What is wrong with a node (no such program, service or method, a gang sequence that goes back) is a
+        failed node, never an exception.
+        """
+        execution = self._executions.get(message.execution_id)
+        if execution is None:
+            execution = _Execution(message.execution_id, self._new_inputs(message.execution_id))
+            self._executions[message.execution_id] = execution
+        for location in message.locations:
+            execution.inputs.locate(location.node_id, tuple(location.workers))
+        trouble = self._gang_trouble(message.gang_sequence)
+        for assigned in message.nodes:
+            if execution.attempts.get(assigned.node_id, -1) >= assigned.attempt:
+                continue
+            self._drop_attempt(execution, assigned.node_id, f"attempt {assigned.attempt} replaces it")
+            execution.attempts[assigned.node_id] = assigned.attempt
+            execution.events.pop(assigned.node_id, None)
+            self._context.store.reopen(object_id(execution.execution_id, assigned.node_id))
+            try:
+                if trouble is not None:
+                    raise trouble
+                node = self._instantiate(execution, message, assigned)
+            except Exception as error:  # whatever a constructor raises is this node's failure
+                self._finish(execution, assigned.node_id, assigned.attempt, "failed", error=error)
+                continue
+            execution.nodes[assigned.node_id] = node
+            execution.inputs.want(node.reader, tuple(node.spec.inputs))
+            node.task = asyncio.get_running_loop().create_task(self._run(execution, node), name=node.title)
+
+    def answer(self, message: pb.Execute) -> None:
+        """Tell again what came of the nodes of an `execute` that was seen before."""
+        execution = self._executions.get(message.execution_id)
+        for assigned in message.nodes:
+            event = None if execution is None else execution.events.get(assigned.node_id)
+            if event is not None:
+                self._emit(event)
+
+    def relocate(self, message: pb.Relocate) -> None:
+        """An input comes from elsewhere; what waits for it asks there. Unknown executions are over:
+        ignored.
+        """
+        execution = self._executions.get(message.execution_id)
+        if execution is not None:
+            execution.inputs.locate(message.location.node_id, tuple(message.location.workers))
+
+    def release(self, message: pb.Release) -> None:
+        """Free the objects of some nodes, or everything of an execution that is over."""
+        if message.node_ids:
+            for node_id in message.node_ids:
+                self._context.store.release(object_id(message.execution_id, node_id))
+            return
+        execution = self._executions.pop(message.execution_id, None)
+        if execution is not None:
+            execution.released = True
+            self._cancel(execution, "released")
+            execution.inputs.close()
+        self._context.store.release_execution(message.execution_id)
+
+    def cancel(self, message: pb.Cancel) -> None:
+        """Stop what can be stopped and free the execution's objects."""
+        execution = self._executions.get(message.execution_id)
+        if execution is not None:
+            self._cancel(execution, message.reason or "cancelled")
+        self._context.store.release_execution(message.execution_id, "cancelled")
+
+    def drop_all(self, reason: str) -> None:
+        """Forget every execution and object, and the gang sequence: the controller knows nothing of them."""
+        for execution_id in list(self._executions):
+            self.cancel(pb.Cancel(execution_id=execution_id, reason=reason))
+            self.release(pb.Release(execution_id=execution_id))
+        self._programs.clear()
+        self._gang_sequence = 0
+
+    async def close(self, grace_s: float) -> None:
+        """Cancel everything, then give each service's `close()` (if it has one) the rest of `grace_s`."""
+        self.drop_all("the worker is leaving")
+        closers = [c for s in self._services.values() if callable(c := getattr(s, "close", None))]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.1, grace_s)):
+                await asyncio.gather(*(asyncio.to_thread(c) for c in closers), return_exceptions=True)
+
+    # One node
+
+    def _instantiate(self, execution: _Execution, message: pb.Execute, assigned: pb.Assignment) -> _Node:
+        where = object_id(execution.execution_id, assigned.node_id)
+        spec = self._programs.get(message.program_id, {}).get(assigned.node_id)
+        if spec is None:
+            raise ProtocolError(f"program {message.program_id} with this node is not installed here", where=where)
+        lane: Lane
+        if spec.kind == "transfer":
+            lane, method = "async", _pass_on
+        else:
+            cls = find_service(spec.service)
+            lane = lane_of(cls, spec.method)
+            if spec.service not in self._services:
+                self._services[spec.service] = cls(self._context)
+            method = getattr(self._services[spec.service], spec.method)
+        options = {**codecs.load_json(spec.options_json), **codecs.load_json(message.args_json)}
+        call = Call(
+            execution_id=execution.execution_id,
+            node_id=assigned.node_id,
+            options=options,
+            inputs=[],
+            context=self._context,
+            deadline=time.monotonic() + (spec.deadline_s or NO_DEADLINE_S),
+        )
+        before = self._last_jax if lane == "jax" else None
+        node = _Node(spec, assigned.attempt, lane, method, call, before)
+        call.on_activity = lambda text: self._set_activity(node, text)
+        if lane == "jax":
+            self._last_jax = node.over
+        self._activity[node] = node.title
+        return node
+
+    async def _run(self, execution: _Execution, node: _Node) -> None:
+        outcome, error, bundle = "finished", None, None
+        try:
+            async with asyncio.timeout(node.call.remaining_s):
+                node.call.inputs = await execution.inputs.get(node.spec.inputs)
+                if node.before is not None:
+                    node.stage = "turn"
+                    await node.before.wait()
+                node.stage = "running"
+                returned = await self._lanes.run(node.lane, node.method, node.call)
+            if returned is not None and not isinstance(returned, Bundle):
+                raise LocalError(f"{node.title} returned {type(returned).__name__}, not a Bundle or None")
+            bundle = returned or Bundle()
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            node.cancelled = node.cancelled or "cancelled"
+        except TimeoutError as raised:
+            outcome, error = "failed", self._overrun(execution, node, raised)
+        except Exception as raised:  # an error is a value: whatever a method raises goes to the controller
+            outcome, error = "failed", raised
+        stuck = node.stage == "running" and isinstance(error, DeadlineError) and node.lane == "jax"
+        node.call.inputs = []
+        node.over.set()
+        del self._activity[node]
+        execution.inputs.done(node.reader)
+        if execution.nodes.get(node.spec.node_id) is node:
+            del execution.nodes[node.spec.node_id]
+            if node.cancelled:
+                outcome, bundle, error = "cancelled", None, None
+            self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, bundle, error)
+        if stuck and time.monotonic() >= node.call.deadline:
+            self._abort(str(error))
+
+    def _finish(
+        self,
+        execution: _Execution,
+        node_id: str,
+        attempt: int,
+        outcome: str,
+        call: Call | None = None,
+        bundle: Bundle | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        if execution.released:
+            return
+        name = object_id(execution.execution_id, node_id)
+        where = f"{name} on {self._context.worker}"
+        event = pb.NodeEvent(execution_id=execution.execution_id, node_id=node_id, attempt=attempt)
+        if call is not None:
+            event.spans.extend(_spans(call))
+        if outcome == "finished" and call is not None and bundle is not None:
+            try:
+                event.result_json = codecs.dump_result(call.result, where)
+                codecs.header(bundle)  # what cannot travel is this node's failure, not its consumers'
+                event.object_bytes = bundle.nbytes
+                self._context.store.put(name, bundle)
+            except Exception as raised:  # a result that is not JSON, a dtype that may not travel
+                outcome, error = "failed", raised
+        if error is not None:
+            event.error.CopyFrom(to_message(error, where))
+            self._context.store.fail(name, from_message(event.error))  # a copy: a traceback would pin arrays
+        event.state = _STATES[outcome]
+        execution.events[node_id] = event
+        self._emit(event)
+
+    def _overrun(self, execution: _Execution, node: _Node, raised: TimeoutError) -> Exception:
+        if node.call.remaining_s > 0:
+            return raised  # the method's own TimeoutError
+        allowed = f"not done {node.spec.deadline_s:g} s after its assignment"
+        if node.stage == "running":
+            return DeadlineError(f"{node.title} is {allowed}; it was running: {self._activity[node]}")
+        return DeadlineError(f"{node.title} is {allowed}; it waited for {self._waits_for(execution, node)}")
+
+    def _waits_for(self, execution: _Execution, node: _Node) -> str:
+        if node.stage == "turn":
+            return "the nodes ahead of it on the jax lane"
+        return ", ".join(execution.inputs.missing(node.spec.inputs)) or "its inputs"
+
+    def _cancel(self, execution: _Execution, reason: str) -> None:
+        for node in execution.nodes.values():
+            node.cancelled = reason
+            # What runs on a thread cannot be stopped: it goes on under its deadline and its outcome is
+            # dropped.
+            if node.task is not None and (node.stage != "running" or node.lane == "async"):
+                node.task.cancel()
+
+    def _drop_attempt(self, execution: _Execution, node_id: str, reason: str) -> None:
+        old = execution.nodes.pop(node_id, None)
+        if old is not None:
+            old.cancelled = reason
+            if old.task is not None and (old.stage != "running" or old.lane == "async"):
+                old.task.cancel()
+
+    def _gang_trouble(self, sequence: int) -> ProtocolError | None:
+        if sequence == 0:
+            return None
+        if sequence <= self._gang_sequence:
+            return ProtocolError(
+                f"gang sequence {sequence} came after {self._gang_sequence}: the members of this world would enter "
+                "collectives in different orders"
+            )
+        self._gang_sequence = sequence
+        return None
+
+    def _set_activity(self, node: _Node, text: str) -> None:
+        if node in self._activity:
+            self._activity[node] = f"{node.title}: {text}"
+
+
+async def _pass_on(call: Call) -> Bundle:
+    """A transfer node: keep a copy of this process's part of the one input here."""
+    parts: list[Bundle] = call.inputs[0]
+    index = call.context.process_index
+    return parts[index if len(parts) == call.context.process_count else 0]
+
+
+def _spans(call: Call) -> Iterator[common_pb2.Span]:
+    for span in call.spans:
+        yield common_pb2.Span(name=span.name, start_ns=span.start_ns, end_ns=span.end_ns)

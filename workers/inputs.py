@@ -1,0 +1,138 @@
+"""The inputs of one execution's nodes on this worker: found, fetched once, shared, dropped when read.
+
+Owns: where each producer's parts lie, the one fetch of each, and who still needs it. Must not know lanes,
+services or the controller's stream. Called by `executions`. Network loop only.
+
+An input is one list of bundles: a part per worker of the producer, in process order. Its parts are taken from
+the local store or fetched from peers. When the controller says that the producer is elsewhere, the fetch
+starts again there. A part that is refused (its node failed, or it was released) waits a little for such a
+message, because a failed producer may be about to run again, and is an error after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from waypath.proto.codecs import Bundle
+from waypath.workers.puller import Fetch, ObjectPuller
+from waypath.workers.store import ObjectStore, object_id
+
+__all__ = ["Inputs"]
+
+REFUSED_GRACE_S = 2.0
+
+
+@dataclass(eq=False)
+class _Producer:
+    """One input node as seen from here."""
+
+    workers: tuple[str, ...] = ()
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    readers: set[str] = field(default_factory=set)
+    fetches: list[Fetch] = field(default_factory=list)
+    task: asyncio.Task[list[Bundle]] | None = None
+
+
+class Inputs:
+    """The inputs of the nodes of one execution on one worker."""
+
+    def __init__(self, execution_id: str, worker: str, store: ObjectStore, puller: ObjectPuller) -> None:
+        self._execution_id = execution_id
+        self._worker = worker
+        self._store = store
+        self._puller = puller
+        self._producers: dict[str, _Producer] = {}
+
+    def locate(self, node_id: str, workers: tuple[str, ...]) -> None:
+        """The parts of `node_id` are, or will be, on `workers` (process order). Replaces what was said
+        before.
+        """
+        producer = self._producers.setdefault(node_id, _Producer())
+        if producer.workers != workers:
+            producer.workers = workers
+            producer.moved.set()
+            producer.moved = asyncio.Event()
+
+    def want(self, reader: str, producers: tuple[str, ...]) -> None:
+        """`reader` (one attempt at a node) will read these: start to fetch them now."""
+        for node_id in dict.fromkeys(producers):
+            producer = self._producers.setdefault(node_id, _Producer())
+            producer.readers.add(reader)
+            if producer.task is None or (producer.task.done() and _failed(producer.task)):
+                producer.task = asyncio.get_running_loop().create_task(
+                    self._resolve(node_id, producer), name=f"input {self._execution_id}/{node_id}"
+                )
+                producer.task.add_done_callback(_failed)  # a failure that nobody reads any more is not a warning
+
+    async def get(self, producers: Iterable[str]) -> list[list[Bundle]]:
+        """Per producer, the bundles of its workers; raises the first error that cannot be waited out."""
+        tasks = [task for node_id in producers if (task := self._producers[node_id].task) is not None]
+        return list(await asyncio.gather(*(asyncio.shield(task) for task in tasks)))
+
+    def missing(self, producers: Iterable[str]) -> list[str]:
+        """What is not here yet of these, and where it was asked for."""
+        lines = []
+        for node_id in dict.fromkeys(producers):
+            producer = self._producers.get(node_id)
+            if producer is None or producer.task is None or producer.task.done():
+                continue
+            asked = [fetch.describe() for fetch in producer.fetches if not fetch.future.done()]
+            here = [f"{node_id} here"] if self._worker in producer.workers else []
+            lines.extend(asked or here or [f"{node_id}, which has no place yet"])
+        return lines
+
+    def done(self, reader: str) -> None:
+        """`reader` has read or will never read: what nobody else needs is dropped."""
+        for producer in self._producers.values():
+            producer.readers.discard(reader)
+            if not producer.readers and producer.task is not None:
+                producer.task.cancel()
+                producer.task = None
+                producer.fetches = []
+
+    def close(self) -> None:
+        """Stop all fetches."""
+        for producer in self._producers.values():
+            if producer.task is not None:
+                producer.task.cancel()
+
+    async def _resolve(self, node_id: str, producer: _Producer) -> list[Bundle]:
+        while True:
+            moved = asyncio.ensure_future(producer.moved.wait())
+            parts = asyncio.ensure_future(self._parts(node_id, producer)) if producer.workers else None
+            try:
+                await asyncio.wait([w for w in (moved, parts) if w is not None], return_when=asyncio.FIRST_COMPLETED)
+                if parts is None or not parts.done():
+                    continue
+                if parts.exception() is not None:
+                    await asyncio.wait([moved], timeout=REFUSED_GRACE_S)
+                    if moved.done():
+                        continue
+                return parts.result()
+            finally:
+                moved.cancel()
+                if parts is not None:
+                    parts.cancel()
+
+    async def _parts(self, node_id: str, producer: _Producer) -> list[Bundle]:
+        producer.fetches = []
+        waits: list[asyncio.Future[Bundle]] = []
+        for worker in producer.workers:
+            if worker == self._worker:
+                name = object_id(self._execution_id, node_id)
+                waits.append(asyncio.ensure_future(self._store.wait(name)))
+            else:
+                fetch = self._puller.fetch(self._execution_id, node_id, worker)
+                producer.fetches.append(fetch)
+                waits.append(fetch.future)
+        try:
+            return list(await asyncio.gather(*waits))
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _failed(task: asyncio.Task[list[Bundle]]) -> bool:
+    return task.cancelled() or task.exception() is not None

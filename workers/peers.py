@@ -1,0 +1,45 @@
+"""Where the other workers of the cluster are reached.
+
+Owns the table worker → data address and telling waiters that it changed. Must not know what is asked of a
+peer. Called by the runtime (`replace`), the object puller and the transfer (`address`). Network loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.errors import UnavailableError
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """The live workers, as the controller last told them."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, pb.Peer] = {}
+        self._changed = asyncio.Event()
+
+    def replace(self, peers: Iterable[pb.Peer]) -> None:
+        """Take the whole table; a worker that is missing from it is gone."""
+        self._peers = {peer.worker: peer for peer in peers}
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def address(self, worker: str) -> str:
+        """The data address of `worker` (host:port). UnavailableError if it is not in the table."""
+        peer = self._peers.get(worker)
+        if peer is None or not peer.data_addresses:
+            known = ", ".join(sorted(self._peers)) or "nobody"
+            raise UnavailableError(f"worker {worker} is not up; known: {known}")
+        return peer.data_addresses[0]
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for the next change, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return

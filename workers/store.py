@@ -1,0 +1,251 @@
+"""The objects and exposed tensors that one worker holds.
+
+Owns: bundles by object id with their byte count, tombstones of what was released or failed, and the registry
+of exposed tensors with its readers. Must not know gRPC, programs or jax. Called by the runtime (put, fail,
+release), the data server (wait, reading) and services (expose, unexpose).
+
+Safe to use from every thread. An object goes through `absent → ready → released` or `absent → failed →
+released`; who waits for an absent object is woken by the first change. A tombstone remembers why an object is
+gone, so that a late reader gets an error and not an endless wait; the oldest tombstones are forgotten when
+there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from waypath.proto.codecs import Bundle
+from waypath.proto.errors import DeadlineError, LocalError, NotFoundError, TransferError, WaypathError
+
+__all__ = ["ExposedTensor", "ObjectStore", "object_id"]
+
+MAX_TOMBSTONES = 20_000
+
+HostArray = np.ndarray[Any, Any]
+
+
+def object_id(execution_id: str, node_id: str) -> str:
+    """The store's name for what a node returned."""
+    return f"{execution_id}/{node_id}"
+
+
+@dataclass(frozen=True)
+class ExposedTensor:
+    """A canonical tensor, or the parts of it that lie here.
+
+    `shape` is the whole tensor's, `dtype` its name. Each box is `(lower, view)`: the element `view[i]` is the
+    tensor's element `lower + i`. The views must not change while they are exposed.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: Sequence[tuple[tuple[int, ...], HostArray]]
+
+    def find(self, lower: Sequence[int], upper: Sequence[int]) -> HostArray | None:
+        """The view of the half-open box [lower, upper), or None where no one box here contains it."""
+        if len(lower) != len(self.shape) or len(upper) != len(self.shape):
+            return None
+        for start, view in self.boxes:
+            inside = all(s <= a <= b <= s + n for s, a, b, n in zip(start, lower, upper, view.shape, strict=True))
+            if inside:
+                cut: Any = [slice(a - s, b - s) for s, a, b in zip(start, lower, upper, strict=True)]
+                return view[(..., *cut)]
+        return None
+
+
+class _Exposure:
+    def __init__(self, tensors: Mapping[str, ExposedTensor]) -> None:
+        self.tensors = tensors
+        self.readers: dict[str, int] = {}
+        self.closing = False
+
+
+class ObjectStore:
+    """Bundles by object id, and exposed tensors by name."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._objects: dict[str, Bundle] = {}
+        self._gone: OrderedDict[str, WaypathError] = OrderedDict()
+        self._waiters: dict[str, list[concurrent.futures.Future[Bundle]]] = {}
+        self._exposed: dict[str, _Exposure] = {}
+        self._bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the objects held now (exposed tensors are views and do not count)."""
+        with self._changed:
+            return self._bytes
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._objects)
+
+    def put(self, name: str, bundle: Bundle) -> None:
+        """Keep `bundle` as object `name` and wake who waits for it.
+
+        An object that was released or failed meanwhile stays gone. LocalError if one of that name is held.
+        """
+        with self._changed:
+            if name in self._objects:
+                raise LocalError(f"object {name} is already held")
+            if name in self._gone:
+                return
+            self._objects[name] = bundle
+            self._bytes += bundle.nbytes
+            waiters = self._waiters.pop(name, [])
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(bundle)
+
+    def get(self, name: str) -> Bundle:
+        """The object. Raises the error of a failed one, NotFoundError for a released or unknown one."""
+        with self._changed:
+            if name in self._objects:
+                return self._objects[name]
+            raise self._gone.get(name) or NotFoundError(f"object {name} is not on this worker")
+
+    async def wait(self, name: str) -> Bundle:
+        """The object, as soon as it is here. Raises the error of one that failed or was released."""
+        waiter: concurrent.futures.Future[Bundle] = concurrent.futures.Future()
+        with self._changed:
+            if name in self._objects:
+                return self._objects[name]
+            if name in self._gone:
+                raise self._gone[name]
+            self._waiters.setdefault(name, []).append(waiter)
+        try:
+            return await asyncio.wrap_future(waiter)
+        finally:
+            with self._changed:
+                left = [w for w in self._waiters.get(name, []) if w is not waiter]
+                if left:
+                    self._waiters[name] = left
+                else:
+                    self._waiters.pop(name, None)
+
+    def fail(self, name: str, error: WaypathError) -> None:
+        """Say that object `name` will never be here: present and later readers get `error`."""
+        with self._changed:
+            if name not in self._objects:
+                waiters = self._bury(name, error)
+            else:
+                raise LocalError(f"object {name} is held and cannot fail")
+        _refuse(waiters, error)
+
+    def release(self, name: str, why: str = "released") -> int:
+        """Forget an object and return the bytes freed. Later readers get NotFoundError, and so do those
+        waiting.
+        """
+        error = NotFoundError(f"object {name} was {why}")
+        with self._changed:
+            held = self._objects.pop(name, None)
+            freed = 0 if held is None else held.nbytes
+            self._bytes -= freed
+            waiters = self._bury(name, error)
+        _refuse(waiters, error)
+        return freed
+
+    def reopen(self, name: str) -> None:
+        """Make room for another attempt at an object: one that is held, and a tombstone, are forgotten.
+
+        Who waits for it goes on waiting.
+        """
+        with self._changed:
+            self._gone.pop(name, None)
+            held = self._objects.pop(name, None)
+            self._bytes -= 0 if held is None else held.nbytes
+
+    def release_execution(self, execution_id: str, why: str = "released") -> int:
+        """Release every object of an execution and refuse those waiting for one; returns the bytes freed."""
+        prefix = f"{execution_id}/"
+        with self._changed:
+            names = {n for n in (*self._objects, *self._waiters) if n.startswith(prefix)}
+        return sum(self.release(name, why) for name in names)
+
+    def names(self) -> list[str]:
+        """Ids of the objects held now, sorted."""
+        with self._changed:
+            return sorted(self._objects)
+
+    def expose(self, name: str, tensors: Mapping[str, ExposedTensor]) -> None:
+        """Let peers pull slices of `tensors` under `name`, until `unexpose`. LocalError if the name is
+        exposed.
+        """
+        for tensor, exposed in tensors.items():
+            for lower, view in exposed.boxes:
+                fits = len(lower) == view.ndim == len(exposed.shape) and all(
+                    a >= 0 and a + n <= size for a, n, size in zip(lower, view.shape, exposed.shape, strict=True)
+                )
+                if not fits or view.dtype.name != exposed.dtype:
+                    raise LocalError(
+                        f"exposing {name}: tensor {tensor} is {exposed.dtype}{list(exposed.shape)}, "
+                        f"a box at {list(lower)} is {view.dtype.name}{list(view.shape)}"
+                    )
+        with self._changed:
+            if name in self._exposed:
+                raise LocalError(f"{name} is already exposed")
+            self._exposed[name] = _Exposure(dict(tensors))
+
+    def unexpose(self, name: str, timeout_s: float = 30.0) -> None:
+        """Refuse new readers of `name`, wait for the present ones, then forget it; an unknown name is fine.
+
+        Blocks, so an async method calls it with `asyncio.to_thread`. DeadlineError names the readers that
+        stay; the name is refused to new readers then too.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            exposure = self._exposed.get(name)
+            if exposure is None:
+                return
+            exposure.closing = True
+            while exposure.readers:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    readers = ", ".join(f"{who} ({n})" for who, n in sorted(exposure.readers.items()))
+                    raise DeadlineError(f"unexposing {name}: still read after {timeout_s:g} s by {readers}")
+                self._changed.wait(left)
+            self._exposed.pop(name, None)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, reader: str) -> Iterator[Mapping[str, ExposedTensor]]:
+        """Hold an exposure open while slices are read from it. TransferError if it is not exposed (any
+        more).
+        """
+        with self._changed:
+            exposure = self._exposed.get(name)
+            if exposure is None or exposure.closing:
+                exposed = ", ".join(sorted(n for n, e in self._exposed.items() if not e.closing)) or "nothing"
+                raise TransferError(f"{name} is not exposed here; exposed: {exposed}")
+            exposure.readers[reader] = exposure.readers.get(reader, 0) + 1
+        try:
+            yield exposure.tensors
+        finally:
+            with self._changed:
+                exposure.readers[reader] -= 1
+                if not exposure.readers[reader]:
+                    del exposure.readers[reader]
+                self._changed.notify_all()
+
+    def _bury(self, name: str, error: WaypathError) -> list[concurrent.futures.Future[Bundle]]:
+        self._gone[name] = error
+        self._gone.move_to_end(name)
+        while len(self._gone) > MAX_TOMBSTONES:
+            self._gone.popitem(last=False)
+        return self._waiters.pop(name, [])
+
+
+def _refuse(waiters: list[concurrent.futures.Future[Bundle]], error: WaypathError) -> None:
+    for waiter in waiters:
+        if waiter.set_running_or_notify_cancel():
+            waiter.set_exception(error)

@@ -1,0 +1,1 @@
+"""The trainer service: packing, the optimizer step, checkpoints and exports."""
