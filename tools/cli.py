@@ -166,15 +166,18 @@ def _run_locally(config: RunConfig, arguments: argparse.Namespace, console: Cons
     cluster = LocalCluster(config, on_event=lambda line: view.event(line), interrupted=interrupts)
     with cluster, connect(cluster.address, cluster.token) as client:
         cluster.wait_ready(client)
-        console.print(report.summary_table(cluster.rows()))
-        starting_s = time.monotonic() - started
+        starting_s, phases = time.monotonic() - started, report.PhaseClock()
         run = client.start_run(None if arguments.resume else config, resume=arguments.resume)
         directory = cluster.run_dir / run.id
         cluster.adopt_logs(directory)
+        console.print(report.summary_table(cluster.rows()))
         with view:
             view.begin(run.id, config.steps)
-            result = follow(client, run, view, interrupts, failure=cluster.failure, deaths=cluster.trainer_deaths)
-        code = _close(console, client, run.id, result, directory, starting_s=starting_s)
+            result = follow(
+                client, run, view, interrupts, failure=cluster.failure, deaths=cluster.trainer_deaths, phases=phases
+            )
+        windows = phases.windows(time.time_ns())
+        code = _close(console, client, run.id, result, directory, windows=windows, starting_s=starting_s)
         if interrupts() and code != DONE:
             console.print(f"go on with: waypath run --resume {run.id}", highlight=False)
             return INTERRUPTED
@@ -188,6 +191,7 @@ def _close(
     result: RunResult | None,
     directory: Path,
     *,
+    windows: Sequence[report.Window] = (),
     starting_s: float = 0.0,
 ) -> int:
     if result is None:
@@ -197,7 +201,7 @@ def _close(
         samples = client.run(run_id).samples()
     except WaypathError:  # the controller is gone; what it wrote is there
         samples = _lines(directory / "samples.jsonl")
-    report.report(console, result, directory, samples, starting_s=starting_s)
+    report.report(console, result, directory, samples, windows=windows, starting_s=starting_s)
     return DONE if result.status == "done" else FAILED
 
 

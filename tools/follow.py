@@ -16,6 +16,7 @@ from typing import Any
 from waypath.controller.client.client import Client, Run, RunResult, StepRecord
 from waypath.proto.errors import WaypathError
 from waypath.tools.progress import View
+from waypath.tools.report import PhaseClock
 
 STOP_DEADLINE_S = 300.0  # a step in flight and a checkpoint
 LOST_DEADLINE_S = 30.0  # for the controller's own verdict after a trainer's death
@@ -100,12 +101,16 @@ def follow(
     stop_on_interrupt: bool = True,
     failure: Callable[[], str | None] = lambda: None,
     deaths: Callable[[], list[str]] = list,
+    phases: PhaseClock | None = None,
 ) -> RunResult | None:
     """Follow `run` to its end; returns its result, or None if an interrupt detached from it.
 
     `stop_on_interrupt`: the first Ctrl-C cancels the run with a checkpoint and waits, else it detaches.
-    `failure` says why the cluster under the run is gone, `deaths` which trainers died; either ends the run.
+    `failure` says why the cluster under the run is gone, `deaths` which trainers died; either ends the run. `phases` is
+    told what the run does when.
     """
+    clock = phases or PhaseClock()
+    clock.enter("waiting for workers", time.time_ns())
     feed = Feed(client, run, from_step, view.wants_status)
     started = time.monotonic()
     end: tuple[float, str] | None = None  # when to give up, and with which cause
@@ -144,6 +149,7 @@ def follow(
                 steps = int(item.metrics["step"]) + 1
                 view.step(item.metrics)
             elif isinstance(item, str):
+                clock.enter(item, time.time_ns())
                 view.phase(item)
             else:
                 view.status(item)

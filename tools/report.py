@@ -6,7 +6,9 @@ how the run was followed. Called by the CLI.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from waypath.controller.client.client import RunResult
 from waypath.controller.runs.trace import PhaseSpan, union_s
 from waypath.tools.progress import clock
 
-# A moment that several phases cover counts for the first of these: compiling inside a rollout is compiling.
+# Within steps, a moment that several phases cover counts for the first of these: compiling inside a rollout is compiling.
 PHASES = ("compile", "checkpoint", "eval", "publish", "train", "reward", "rollout")
-REST = "waiting and control"
+REST = "steps: waiting and control"
+STEPS = "step"
 SHOWN_SAMPLES = 3
 FILES = (
     ("metrics", "metrics.jsonl"),
@@ -52,26 +55,67 @@ def read_spans(trace: Path) -> list[PhaseSpan]:
     return spans
 
 
-def time_budget(spans: Sequence[PhaseSpan], total_s: float) -> list[tuple[str, float]]:
-    """Seconds of wall clock by phase, summing to `total_s`; a moment counts once, for the first of `PHASES`.
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a run in one phase, nanoseconds of wall clock."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+class PhaseClock:
+    """When a run was in which phase, as its follower heard of it. All steps are one phase."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[str, int]] = []
+
+    def enter(self, text: str, now_ns: int) -> None:
+        """The run says what it does now: "evaluating 21 held-out prompts", "warm start, 300 supervised steps", "step 3"."""
+        phase = re.split(r",|\s\d", text)[0]
+        if not self._entered or self._entered[-1][0] != phase:
+            self._entered.append((phase, now_ns))
+
+    def windows(self, end_ns: int) -> list[Window]:
+        """The phases in order, the last one up to `end_ns`."""
+        ends = [start for _, start in self._entered[1:]] + [end_ns]
+        return [Window(phase, start, end) for (phase, start), end in zip(self._entered, ends, strict=True)]
+
+
+def time_budget(windows: Sequence[Window], spans: Sequence[PhaseSpan]) -> list[tuple[str, float]]:
+    """Seconds by phase, in order of appearance; they sum to the length of `windows`.
+
+    The steps are split by the workers' spans in them, a moment counting once, for the first of `PHASES`.
 
     >>> ns = 10**9
-    >>> time_budget([PhaseSpan("a", "train", 0, 4 * ns), PhaseSpan("b", "compile", 1 * ns, 2 * ns)], 5.0)
-    [('compile', 1.0), ('train', 3.0), ('waiting and control', 1.0)]
+    >>> spans = [PhaseSpan("a", "train", 0, 4 * ns), PhaseSpan("b", "compile", 1 * ns, 2 * ns)]
+    >>> time_budget([Window("opening", -3 * ns, 0), Window("step", 0, 5 * ns)], spans)
+    [('opening', 3.0), ('steps: compile', 1.0), ('steps: train', 3.0), ('steps: waiting and control', 1.0)]
     """
-    names = [*PHASES, *sorted({span.name for span in spans} - set(PHASES))]
-    budget: list[tuple[str, float]] = []
+    budget: dict[str, float] = {}
+    for window in windows:
+        seconds = (window.end_ns - window.start_ns) / 1e9
+        if window.phase != STEPS:
+            budget[window.phase] = budget.get(window.phase, 0.0) + seconds
+            continue
+        for name, part in _split(window, spans, seconds):
+            budget[name] = budget.get(name, 0.0) + part
+    return list(budget.items())
+
+
+def _split(window: Window, spans: Sequence[PhaseSpan], seconds: float) -> Iterator[tuple[str, float]]:
     covered: list[PhaseSpan] = []
     before = 0.0
-    for name in names:
-        covered += [span for span in spans if span.name == name]
+    for name in [*PHASES, *sorted({span.name for span in spans} - set(PHASES))]:
+        for span in spans:
+            start, end = max(span.start_ns, window.start_ns), min(span.end_ns, window.end_ns)
+            if span.name == name and end > start:
+                covered.append(PhaseSpan(span.worker, name, start, end))
         reached = union_s(covered)
         if reached > before:
-            budget.append((name, reached - before))
+            yield f"steps: {name}", reached - before
         before = reached
-    if total_s > before:
-        budget.append((REST, total_s - before))
-    return budget
+    yield REST, max(0.0, seconds - before)
 
 
 def summary_table(rows: Iterable[Any]) -> Table:
@@ -98,9 +142,10 @@ def report(
     directory: Path,
     samples: Sequence[Mapping[str, Any]],
     *,
+    windows: Sequence[Window] = (),
     starting_s: float = 0.0,
 ) -> None:
-    """Print the closing report of the run in `directory`; `starting_s` is what came before the run."""
+    """Print the closing report of the run in `directory`; `starting_s` is what came before the `windows` of the run."""
     line = f"run {result.run_id} {result.status}: {result.steps} steps in {clock(result.seconds)}"
     console.print(line, style="bold green" if result.status == "done" else "bold red", highlight=False)
     if result.cause:
@@ -112,7 +157,7 @@ def report(
         )
     if samples:
         console.print(sample_table(samples))
-    budget = time_budget(read_spans(directory / "trace.json"), result.seconds)
+    budget = time_budget(windows, read_spans(directory / "trace.json"))
     if budget:
         console.print(budget_table(budget, starting_s))
     places = [(what, directory / name) for what, name in FILES if (directory / name).exists()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from waypath.controller.runs.publication import Publisher
 from waypath.controller.runs.run import RunRecord
 from waypath.controller.runtime import Execution, Runtime
 from waypath.proto.config import RunConfig
+from waypath.proto.errors import WorkerLostError
 
 STOP_WINDOW = 3
 
@@ -103,17 +104,27 @@ class GrpoRun:
         config, runtime = self._config, self._runtime
         replicas, rewards = runtime.workers("inference"), runtime.workers("reward")
         restore = {"path": self._resumed.path, "step": self._resumed.step} if self._resumed else None
-        trainer = runtime.submit(programs.open_trainer(config, restore), {}, owner=self._owner)
-        opening = [self._publisher.open(replica) for replica in replicas]
-        await asyncio.gather(trainer.result(), *opening, *(self._open_reward(worker) for worker in rewards))
+        trainer = runtime.submit(programs.open_trainer(config, self._record.run_id, restore), {}, owner=self._owner)
+        opening = [self._open_replica(replica) for replica in replicas]
+        opening += [self._open_reward(worker) for worker in rewards]
+        await asyncio.gather(trainer.result(), *(self._unless_lost(each) for each in opening))
         self._publisher.set_source((await trainer.result())["open"])
-        for replica in replicas:
-            self._publisher.admit(replica)
         self.version = self._resumed.step if self._resumed else 0
         if self._resumed is None and config.warm_start.steps:
             await self._record.notify(phase=f"warm start, {config.warm_start.steps} supervised steps")
             await runtime.submit(programs.warm_start(config), {}, owner=self._owner).result()
             await self._save()
+
+    async def _unless_lost(self, opening: Coroutine[Any, Any, None]) -> None:
+        """A worker that dies while it is opened is opened again when its successor joins."""
+        try:
+            await opening
+        except WorkerLostError as error:
+            self._runtime.log(f"opening: {error}")
+
+    async def _open_replica(self, replica: str) -> None:
+        await self._publisher.open(replica)
+        self._publisher.admit(replica)
 
     async def _open_reward(self, worker: str) -> None:
         program = programs.open_member(self._config, "reward", worker)

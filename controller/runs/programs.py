@@ -22,10 +22,17 @@ INFERENCE = Pool("inference")
 REWARD = Pool("reward")
 
 
-def open_trainer(config: RunConfig, restore: Mapping[str, Any] | None) -> Program:
-    """Loads or initialises the model on the trainer slice, or restores `restore` = {"path", "step"}."""
+def open_trainer(config: RunConfig, run_id: str, restore: Mapping[str, Any] | None) -> Program:
+    """Loads or initialises the model on the trainer slice, or restores `restore` = {"path", "step"}.
+
+    The run's checkpoints go to `<storage.checkpoint_dir>/<run id>/checkpoints`.
+    """
     builder = ProgramBuilder("open-trainer")
-    options = {"config": config.to_json(), "restore": dict(restore) if restore else None}
+    options = {
+        "config": config.to_json(),
+        "restore": dict(restore) if restore else None,
+        "checkpoint_dir": f"{config.storage.checkpoint_dir.rstrip('/')}/{run_id}/checkpoints",
+    }
     builder.call("trainer", "open", on=TRAINER, options=options, deadline_s=config.deadlines.open_s, node_id="open")
     return builder.build()
 

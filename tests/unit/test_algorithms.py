@@ -31,7 +31,9 @@ def test_advantages_without_normalisation_are_centred_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    "rewards", [[0.3, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.3], [1e6, 1e6 + 0.01], [5.0]], ids=["equal", "rounded", "large", "one"]
+    "rewards",
+    [[0.3, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.3], [1e6, 1e6 + 0.01], [5.0]],
+    ids=["equal", "rounded", "large", "one"],
 )
 def test_equal_rewards_carry_exactly_no_signal(rewards: list[float]) -> None:
     assert is_constant(np.array(rewards))

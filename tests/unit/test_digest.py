@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from waypath.workers.digest import digest_box, digest_weights
 from waypath.workers.mesh import build_mesh, param_shardings
 from waypath.workers.models.config import ModelConfig
-from waypath.workers.models.decoder import init_params
+from waypath.workers.models.decoder import tree_of
 from waypath.workers.models.views import views
 
 MODEL = ModelConfig(
@@ -70,10 +70,19 @@ def test_a_swap_and_a_single_bit_show() -> None:
     assert np.all(digests[0] != digests[1]) and np.all(digests[0] != digests[2])
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"tensor": 2}])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ({"fsdp": 1}, np.float32),
+        ({"fsdp": 4}, np.float32),
+        ({"data": 2, "fsdp": 2}, ml_dtypes.bfloat16),
+        ({"tensor": 2}, np.float32),
+    ],
+    ids=str,
+)
 def test_device_digests_equal_numpy_under_every_sharding(mesh: dict[str, int], dtype: type) -> None:
-    params = init_params(MODEL, jax.random.key(0), dtype)
+    rng = np.random.default_rng(0)
+    params = tree_of(MODEL, lambda leaf: rng.normal(size=leaf.shape).astype(dtype))
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     sharded = jax.device_put(params, param_shardings(MODEL, build_mesh(mesh, devices)))
     found = digest_weights(MODEL, sharded)

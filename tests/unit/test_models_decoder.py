@@ -158,12 +158,13 @@ def test_segments_do_not_see_each_other_and_padding_is_finite() -> None:
     packed = np.array([[3, 4, 5, 6, 7, 8, 9, 0, 0]], np.int32)
     positions = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0]], np.int32)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
-    found = np.asarray(jax.jit(lambda *batch: _packed_logits(params, *batch))(packed, positions, segments))[0]
+    found = np.asarray(_packed_logits(params, packed, positions, segments))[0]
     np.testing.assert_allclose(found[:4], reference(LLAMA, params, [3, 4, 5, 6]), rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found[4:7], reference(LLAMA, params, [7, 8, 9]), rtol=2e-4, atol=2e-4)
     assert np.isfinite(found).all()
 
 
+@jax.jit
 def _packed_logits(params: dict[str, Any], *batch: jax.Array) -> jax.Array:
     return logits(LLAMA, params, forward(LLAMA, params, *batch))
 

@@ -105,23 +105,52 @@ def test_plain_is_forced_on_a_terminal() -> None:
     assert type(progress.make_view(console(terminal=True), plain=True)) is progress.View
 
 
+def test_phase_clock_joins_steps_and_drops_numbers() -> None:
+    clock = report.PhaseClock()
+    for now, text in enumerate(
+        [
+            "waiting for workers",
+            "warm start, 300 supervised steps",
+            "evaluating 21 held-out prompts",
+            "step 0",
+            "step 1",
+        ]
+    ):
+        clock.enter(text, now)
+    clock.enter("evaluating 21 held-out prompts", 9)
+    assert clock.windows(12) == [
+        report.Window("waiting for workers", 0, 1),
+        report.Window("warm start", 1, 2),
+        report.Window("evaluating", 2, 3),
+        report.Window("step", 3, 9),
+        report.Window("evaluating", 9, 12),
+    ]
+
+
 def test_time_budget_counts_each_moment_once_and_sums_to_the_whole() -> None:
     spans = [
-        PhaseSpan("a", "rollout", 0, 4 * NS),
+        PhaseSpan("a", "rollout", -9 * NS, -8 * NS),  # of an evaluation: outside the steps
+        PhaseSpan("a", "rollout", -1 * NS, 4 * NS),
         PhaseSpan("b", "rollout", 2 * NS, 5 * NS),
         PhaseSpan("a", "compile", 1 * NS, 3 * NS),
         PhaseSpan("t", "train", 6 * NS, 9 * NS),
         PhaseSpan("t", "probe", 9 * NS, 10 * NS),
     ]
-    budget = report.time_budget(spans, 12.0)
-    assert budget == [
-        ("compile", 2.0),
-        ("train", 3.0),
-        ("rollout", 3.0),
-        ("probe", 1.0),
-        ("waiting and control", 3.0),
+    windows = [
+        report.Window("evaluating", -10 * NS, 0),
+        report.Window("step", 0, 12 * NS),
+        report.Window("evaluating", 12 * NS, 13 * NS),
     ]
-    assert sum(seconds for _, seconds in budget) == 12.0
+    budget = report.time_budget(windows, spans)
+    assert budget == [
+        ("evaluating", 11.0),
+        ("steps: compile", 2.0),
+        ("steps: train", 3.0),
+        ("steps: rollout", 3.0),
+        ("steps: probe", 1.0),
+        ("steps: waiting and control", 3.0),
+    ]
+    assert sum(seconds for _, seconds in budget) == 23.0
 
 
 def test_spans_are_read_back_from_a_trace_even_if_torn(tmp_path: Path) -> None:
@@ -155,7 +184,8 @@ def test_report_tells_how_where_and_what_it_cost(tmp_path: Path) -> None:
         for step, text, reward in ((0, "12", 0.0), (9, "8", 0.0), (17, "7", 1.0))
     ]
     target = console(width=160)
-    report.report(target, result(), tmp_path, samples, starting_s=12.0)
+    windows = [report.Window("opening", -102 * NS, 0), report.Window("step", 0, 126 * NS)]
+    report.report(target, result(), tmp_path, samples, windows=windows, starting_s=12.0)
     text = written(target)
     assert "run r1 done: 18 steps in 3:48" in text
     assert "0.440 → 1.000" in text
