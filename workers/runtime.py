@@ -44,7 +44,7 @@ EXIT_STUCK = 70  # the JAX thread hangs, or the world is broken
 
 HEARTBEAT_S = 1.0
 ACK_DELAY_S = 0.02
-NAME_TAKEN_S = 60.0  # a predecessor that was killed may still be counted as alive for so long
+NAME_TAKEN_S = 10.0  # a predecessor that was killed may still be counted as alive for so long
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 FLUSH_S = 1.0
