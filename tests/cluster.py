@@ -131,12 +131,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(config: RunConfig, *, restart_trainers: bool = False, ready: bool = True) -> Iterator[Cluster]:
+def running(
+    config: RunConfig, *, restart_trainers: bool = False, ready: bool = True, via: Callable[[str], str] = str
+) -> Iterator[Cluster]:
     """A cluster for `config` on free ports; ends it and asserts that nothing of it is left."""
     preflight.check(config)
     events: list[str] = []
     segments = shared_memory()
-    local = LocalCluster(config, restart_trainers=restart_trainers, on_event=events.append)
+    local = LocalCluster(config, restart_trainers=restart_trainers, on_event=events.append, via=via)
     try:
         with local, connect(local.address, local.token) as client:
             if ready:

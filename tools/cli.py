@@ -178,10 +178,10 @@ def _run_locally(config: RunConfig, arguments: argparse.Namespace, console: Cons
             )
         windows = phases.windows(time.time_ns())
         code = _close(console, client, run.id, result, directory, windows=windows, starting_s=starting_s)
-        if interrupts() and code != DONE:
-            console.print(f"go on with: waypath run --resume {run.id}", highlight=False)
-            return INTERRUPTED
-        return code
+        if code != DONE:
+            place = "" if cluster.run_dir == Path("runs").absolute() else f" --run-dir {report.shown(cluster.run_dir)}"
+            console.print(f"go on with: waypath run --resume {run.id}{place}", highlight=False, soft_wrap=True)
+        return INTERRUPTED if interrupts() and code != DONE else code
 
 
 def _close(

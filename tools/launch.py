@@ -63,6 +63,7 @@ class LocalCluster:
 
     `config` is checked already (`preflight.check`). `listen` is the controller's address; port 0: a free one.
     `on_event` gets a line about each death and restart; `interrupted` is asked while waiting for processes.
+    `via` is given the controller's address once and returns the one that workers dial (a relay in front of it).
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LocalCluster:
         listen: str = "127.0.0.1:0",
         on_event: Callable[[str], None] = lambda line: None,
         interrupted: Callable[[], bool] = lambda: False,
+        via: Callable[[str], str] = lambda address: address,
     ) -> None:
         self.config = config
         self.cluster_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -86,6 +88,8 @@ class LocalCluster:
         self._listen = listen
         self._restart_trainers = restart_trainers
         self._interrupted = interrupted
+        self._via = via
+        self._dialled = ""
         self._ports: dict[str, int] = {}
         budget = RestartBudget(limit=config.cluster.max_restarts)
         self.supervisor = Supervisor(self.cluster_id, budget=budget, on_event=on_event)
@@ -210,6 +214,7 @@ class LocalCluster:
             argv += [CONTROLLER_FLAGS[role], str(count)]
         port = self._start_with_port(spawn, "controller", "waypath.controller.main", argv, CONTROLLER_START_S)
         self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        self._dialled = self._via(self.address)
 
     def _launch_trainers(self, spawn: Spawn) -> None:
         count = self.config.cluster.trainer_processes
@@ -244,7 +249,7 @@ class LocalCluster:
 
     def _worker(self, name: str, role: str, world: str, index: int, count: int, coordinator: str | None) -> ProcessSpec:
         threads = str(self.config.cluster.threads)
-        argv = [sys.executable, "-m", "waypath.workers.main", "--controller", self.address]
+        argv = [sys.executable, "-m", "waypath.workers.main", "--controller", self._dialled]
         argv += ["--token-file", str(self.token_file), "--name", name, "--role", role, "--world", world]
         argv += ["--process-index", str(index), "--process-count", str(count), "--threads", threads]
         argv += ["--cache-dir", str(Path(self.config.cluster.compilation_cache).absolute())]

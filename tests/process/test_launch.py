@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster import Command, assert_nothing_left, eventually, shared_memory, small
+from tests.cluster import Command, assert_nothing_left, eventually, read_metrics, shared_memory, small
 from waypath.tools import cli
 from waypath.tools.launch import find_cluster, read_cluster_file
 from waypath.tools.supervisor import marked
@@ -89,6 +89,41 @@ def test_death_of_the_controller_ends_the_cluster_with_its_cause(up: Command, tm
     assert up.wait(60.0) == cli.FAILED
     assert f"the cluster ended: controller (pid {pid}) was killed by SIGKILL" in up.output()
     assert_nothing_left(cluster_id, "", tmp_path / "runs", shared_memory())
+
+
+def test_death_of_a_trainer_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(small(tmp_path, steps=100_000, evaluation__prompts=0).to_toml())
+    with Command(["run", str(job)], tmp_path) as run:
+        run.wait_output("step   1/")
+        (cluster_id,) = run.cluster_ids()
+        victim = run.children()["trainer-1"]
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(60.0) == cli.FAILED
+        assert f"trainer-1 (pid {victim}) was killed by SIGKILL" in run.output()
+        assert "go on with: waypath run --resume" in run.output()
+    assert_nothing_left(cluster_id, "", tmp_path / "runs", shared_memory())
+    assert not list((tmp_path / "runs").glob("cluster-*"))  # the logs are in the run's folder
+
+
+def test_ctrl_c_stops_a_run_with_a_checkpoint_and_it_resumes(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(small(tmp_path, steps=100_000, evaluation__prompts=0).to_toml())
+    with Command(["run", str(job)], tmp_path) as run:
+        run.wait_output("step   1/")
+        (cluster_id,) = run.cluster_ids()
+        run.signal(signal.SIGINT)
+        assert run.wait() == cli.INTERRUPTED
+        assert "cancelled" in run.output() and "go on with: waypath run --resume" in run.output()
+    assert_nothing_left(cluster_id, "", tmp_path / "runs", shared_memory())
+    (directory,) = (path.parent for path in (tmp_path / "runs").glob("*/result.json"))
+    done = len(read_metrics(tmp_path / "runs", directory.name))
+    with Command(["run", str(job), "--resume", directory.name], tmp_path) as run:
+        run.wait_output(f"step {done + 1:>3}/")
+        run.signal(signal.SIGINT)
+        assert run.wait() == cli.INTERRUPTED
+    steps = [line["step"] for line in read_metrics(tmp_path / "runs", directory.name)]
+    assert steps == list(range(len(steps))) and len(steps) > done
 
 
 @pytest.mark.slow

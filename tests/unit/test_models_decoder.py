@@ -25,7 +25,7 @@ from waypath.workers.models.decoder import (
 )
 from waypath.workers.models.views import leaves, views
 
-LLAMA = ModelConfig(23, 24, 40, 3, 6, 3, 4, tie_embeddings=True, eos_token_ids=(1,))
+LLAMA = ModelConfig(23, 24, 40, 2, 6, 3, 4, tie_embeddings=True, eos_token_ids=(1,))
 QWEN = ModelConfig(23, 24, 40, 2, 4, 2, 8, tie_embeddings=False, qk_norm=True, rope_theta=1e6, rms_norm_eps=1e-6)
 BOTH = pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen3"])
 
@@ -169,19 +169,21 @@ def _packed_logits(params: dict[str, Any], *batch: jax.Array) -> jax.Array:
     return logits(LLAMA, params, forward(LLAMA, params, *batch))
 
 
-def test_remat_and_unroll_change_neither_loss_nor_gradient() -> None:
+def test_remat_and_unroll_change_neither_output_nor_gradient() -> None:
     params = make_params(LLAMA)
     tokens = np.array([[3, 4, 5, 6]], np.int32)
 
-    def loss(params: dict[str, Any], remat: bool, unroll: int) -> jax.Array:
-        return jnp.square(full_logits(LLAMA, params, tokens, remat=remat, unroll=unroll)).mean()
+    def loss(params: dict[str, Any], remat: bool) -> jax.Array:
+        return jnp.square(full_logits(LLAMA, params, tokens, remat=remat)).mean()
 
-    graded = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
-    value, gradient = graded(params, False, 1)
-    for remat, unroll in ((True, 1), (False, 3)):
-        other, other_gradient = graded(params, remat, unroll)
-        np.testing.assert_allclose(other, value, rtol=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), other_gradient, gradient)
+    graded = jax.jit(jax.grad(loss), static_argnums=1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        graded(params, True),
+        graded(params, False),
+    )
+    unrolled = full_logits(LLAMA, params, tokens, unroll=2)
+    np.testing.assert_allclose(unrolled, full_logits(LLAMA, params, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_parameters_give_float32_logits_near_the_float32_ones() -> None:

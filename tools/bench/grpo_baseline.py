@@ -10,11 +10,12 @@ memory.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,23 +23,25 @@ import numpy as np
 
 from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig, load, parse_override
-from waypath.workers.engines.jax_engine import EngineShape, JaxEngine
-from waypath.workers.engines.protocol import GroupRequest, GroupResult, SamplingParams
+from waypath.workers.engines.jax_engine import JaxEngine
+from waypath.workers.engines.protocol import GroupRequest, GroupResult
+from waypath.workers.engines.source import Prompt, PromptSource, engine_shape, open_model, trajectory_arrays
 from waypath.workers.mesh import build_mesh, param_shardings
-from waypath.workers.models import hf, tokenizer
-from waypath.workers.models.config import ModelConfig
+from waypath.workers.models import hf
 from waypath.workers.models.decoder import Params, init_params
 from waypath.workers.models.views import views
-from waypath.workers.tasks.base import DemonstratingTask, PromptStream, Row, Sample, Split, load_task
-from waypath.workers.trainer.packing import PackShape, collect_groups, empty_batches, fill_row, pack_step
-from waypath.workers.trainer.step import AdamW, Objective, UpdateProgram
+from waypath.workers.tasks.base import Sample, load_task
+from waypath.workers.trainer.packing import collect_groups, pack_step
+from waypath.workers.trainer.service import build_program, learning_rate
+from waypath.workers.trainer.step import Objective
+from waypath.workers.trainer.warm_start import supervised_batches
 
 THREADS = 2
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's phases, and what it learned. The first step's train_s includes a compilation."""
+    """Seconds of a step's phases, and what it learned."""
 
     step: int
     rollout_s: float
@@ -58,43 +61,17 @@ class GrpoBaseline:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._task = load_task(config.task.name, config.task.options, config.reward.allow_import)
-        self._stream = PromptStream(len(self._task.rows("train")), config.seed)
+        allowed = config.reward.allow_import
+        self._task = load_task(config.task.name, config.task.options, allowed)
         self._mesh = build_mesh({}, jax.devices()[:1])
-        if config.model.random is not None:
-            self._tokenizer = tokenizer.char_text_tokenizer(config.model.random.alphabet)
-            self._model = _random_model(config, self._tokenizer)
-        else:
-            self._tokenizer = tokenizer.load(str(config.model.path))
-            self._model = hf.load_config(str(config.model.path))
-        stop = self._tokenizer.stop_token_mask(config.sampling.stop, self._model.vocab_size)
-        self._stop_ids = frozenset(int(i) for i in np.flatnonzero(stop))
-        self._shape = PackShape(
-            config.trainer.micro_batch_rows, config.trainer.sequence_tokens, config.sampling.max_new_tokens
-        )
-        rows = config.task.prompts_per_step * config.algorithm.group_size
-        most = max(rows, config.warm_start.batch_size if config.warm_start.steps else 0)
-        optimizer = config.optimizer
-        self._update = UpdateProgram(
-            self._model,
-            self._mesh,
-            self._shape,
-            -(-most // self._shape.rows),
-            AdamW(optimizer.b1, optimizer.b2, optimizer.eps, optimizer.weight_decay, optimizer.max_grad_norm),
-            clip=(config.algorithm.clip_low, config.algorithm.clip_high),
-            remat=config.trainer.remat,
-        )
+        self._model, self._tokenizer = open_model(config)
+        self._source = PromptSource(config, self._model, self._tokenizer, allowed)
+        self._update = build_program(config, self._model, self._mesh)
+        self._shape = self._update.shape
         self._updates = 0
-        self._engine = JaxEngine(
-            self._model,
-            EngineShape(
-                config.inference.slots * config.inference.replicas,
-                tuple(config.inference.prompt_buckets),
-                config.sampling.max_new_tokens,
-                config.inference.decode_steps,
-            ),
-            lambda _config, _params: {},
-        )
+        shape = engine_shape(config)
+        shape = dataclasses.replace(shape, slots=shape.slots * config.inference.replicas)
+        self._engine = JaxEngine(self._model, shape, lambda _config, _params: {})
         self._state = self._update.init(self._initial_params())
         self._version = 0
 
@@ -102,23 +79,19 @@ class GrpoBaseline:
         """Supervised steps on the task's demonstrations; returns the last loss per token (0.0 without
         any)."""
         settings = self._config.warm_start
-        if not settings.steps:
-            return 0.0
-        if not isinstance(self._task, DemonstratingTask):
-            raise TypeError(f"task {self._config.task.name!r} has no demonstrations for a warm start")
+        batches = supervised_batches(
+            self._task,
+            self._tokenizer,
+            self._config.sampling.stop,
+            self._shape,
+            seed=self._config.seed,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+        )
         loss = 0.0
-        rng = np.random.default_rng(self._config.seed)
-        for _ in range(settings.steps):
-            batches = empty_batches(settings.batch_size // self._shape.rows, self._shape)
-            scored = 0
-            for slot, (prompt, text) in enumerate(self._task.demonstrations(rng, settings.batch_size)):
-                ids = self._tokenizer.encode(prompt)
-                target = [*self._tokenizer.encode(text), self._tokenizer.eos_ids[0]]
-                at = np.arange(len(ids), len(ids) + len(target))
-                fill_row(batches, slot, [*ids, *target], at, where=f"demonstration {slot}")
-                scored += len(target)
-            objective = Objective(float(scored), settings.learning_rate, supervised=True)
-            self._state, metrics = self._update.run(self._state, batches, objective)
+        for batch, scored in batches if settings.steps else ():
+            objective = Objective(scored, settings.learning_rate, supervised=True)
+            self._state, metrics = self._update.run(self._state, batch, objective)
             loss = metrics["loss"]
         self._state = self._update.init(self._state.params)
         return loss
@@ -141,12 +114,11 @@ class GrpoBaseline:
         config, step = self._config, self._version
         count = config.task.prompts_per_step
         ids = range(step * count, (step + 1) * count)
-        train_rows = self._task.rows("train")
-        rows = [train_rows[self._stream.row_index(g)] for g in ids]
         started = time.perf_counter()
-        results = self._generate(rows, ids, config.algorithm.group_size, greedy=False)
+        prompts = {g: self._source.prompt(g, "train") for g in ids}
+        results = self._generate(prompts, config.algorithm.group_size, greedy=False)
         sampled = time.perf_counter()
-        trajectories = [self._trajectory(row, result) for row, result in zip(rows, results, strict=True)]
+        trajectories = [self._trajectory(prompts[result.group_id], result) for result in results]
         scores = [self._score(bundle) for bundle in trajectories]
         scored = time.perf_counter()
         packed = pack_step(
@@ -161,9 +133,8 @@ class GrpoBaseline:
         )
         found: dict[str, float] = {}
         for update in packed.updates:
+            rate = learning_rate(config, self._updates)
             self._updates += 1
-            settings = config.optimizer
-            rate = settings.learning_rate * min(1.0, self._updates / max(1, settings.warmup_updates))
             objective = Objective(update.denominator, rate, config.sampling.temperature)
             self._state, metrics = self._update.run(self._state, update.batches, objective)
             found = found or metrics
@@ -185,11 +156,12 @@ class GrpoBaseline:
             entropy=found["entropy"],
         )
 
-    def evaluate(self, split: Split = "eval") -> float:
+    def evaluate(self) -> float:
         """Mean reward of greedy completions of the first `evaluation.prompts` held-out rows."""
-        rows = list(self._task.rows(split))[: self._config.evaluation.prompts]
-        results = self._generate(rows, range(len(rows)), 1, greedy=True)
-        scores = [self._score(self._trajectory(row, result)) for row, result in zip(rows, results, strict=True)]
+        count = min(self._config.evaluation.prompts, self._source.rows("eval"))
+        prompts = {g: self._source.prompt(g, "eval") for g in range(count)}
+        results = self._generate(prompts, 1, greedy=True)
+        scores = [self._score(self._trajectory(prompts[result.group_id], result)) for result in results]
         return float(np.mean([score.arrays["reward"] for score in scores]))
 
     def _initial_params(self) -> Params:
@@ -200,47 +172,30 @@ class GrpoBaseline:
         made: Params = make(jax.random.key(self._config.seed))
         return made
 
-    def _generate(self, rows: Sequence[Row], group_ids: Sequence[int], samples: int, greedy: bool) -> list[GroupResult]:
-        sampling = SamplingParams(
-            self._config.sampling.temperature, self._config.sampling.max_new_tokens, self._stop_ids, greedy
-        )
-        for row, group_id in zip(rows, group_ids, strict=True):
-            prompt = tuple(self._tokenizer.encode(self._task.prompt(row)))
-            self._engine.submit(GroupRequest(group_id, prompt, samples, self._config.seed, sampling, self._version))
+    def _generate(self, prompts: Mapping[int, Prompt], samples: int, greedy: bool) -> list[GroupResult]:
+        sampling, seed = self._source.sampling(greedy), self._config.seed
+        for group_id, prompt in prompts.items():
+            self._engine.submit(GroupRequest(group_id, prompt.ids, samples, seed, sampling, self._version))
         results = []
         while (plan := self._engine.plan()) is not None:
             results += self._engine.step(plan)
         return sorted(results, key=lambda result: result.group_id)
 
-    def _trajectory(self, row: Row, result: GroupResult) -> Bundle:
-        prompt = self._task.prompt(row)
-        ids = self._tokenizer.encode(prompt)
-        n, longest = len(result.tokens), max(map(len, result.tokens))
-        shape = (n, len(ids) + longest)
-        arrays: dict[str, np.ndarray[Any, Any]] = {
-            "tokens": np.zeros(shape, np.int32),
-            "length": np.array([len(ids) + len(tokens) for tokens in result.tokens], np.int32),
-            "loss_mask": np.zeros(shape, np.uint8),
-            "behaviour_logp": np.zeros(shape, np.float32),
-            "policy_version": np.full(shape, -1, np.int32),
-        }
-        texts = []
-        for i, tokens in enumerate(result.tokens):
-            part = slice(len(ids), len(ids) + len(tokens))
-            arrays["tokens"][i, : len(ids)], arrays["tokens"][i, part] = ids, tokens
-            arrays["loss_mask"][i, part] = 1
-            arrays["behaviour_logp"][i, part] = result.logp[i]
-            arrays["policy_version"][i, part] = result.versions[i]
-            texts.append(self._tokenizer.decode(tokens[:-1] if int(tokens[-1]) in self._stop_ids else tokens))
+    def _trajectory(self, prompt: Prompt, result: GroupResult) -> Bundle:
+        reasons = list(result.finish_reasons)
+        texts = [
+            self._source.completion(tokens.tolist(), reason)
+            for tokens, reason in zip(result.tokens, reasons, strict=True)
+        ]
         return Bundle(
             {
                 "group_id": result.group_id,
-                "row": row,
-                "prompt": prompt,
+                "row": prompt.row,
+                "prompt": prompt.text,
                 "completions": texts,
-                "finish_reasons": list(result.finish_reasons),
+                "finish_reasons": reasons,
             },
-            arrays,
+            trajectory_arrays(prompt.ids, result.tokens, result.logp, result.versions),
         )
 
     def _score(self, bundle: Bundle) -> Bundle:
@@ -267,17 +222,6 @@ def run_baseline(config: RunConfig, steps: int, log: Callable[[str], None] = lam
     log(f"greedy accuracy after: {job.evaluate():.3f}")
 
 
-def _random_model(config: RunConfig, text: tokenizer.TextTokenizer) -> ModelConfig:
-    random = config.model.random
-    if random is None:
-        raise ValueError("the config has no [model.random]")
-    return ModelConfig(
-        vocab_size=text.vocab_size,
-        eos_token_ids=text.eos_ids,
-        **random.model_dump(exclude={"alphabet"}),
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON object a step, and remarks as {"remark": text}."""
     parser = argparse.ArgumentParser(prog="grpo_baseline", description="GRPO in one process")
@@ -292,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"remark": text}), flush=True)
 
     for times in run_baseline(config, arguments.steps or config.steps, log):
-        print(json.dumps(asdict(times)), flush=True)
+        print(json.dumps(dataclasses.asdict(times)), flush=True)
     return 0
 
 
