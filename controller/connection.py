@@ -104,6 +104,7 @@ class Connection:
     register: pb.Register
     epoch: int
     heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
+    told_to_leave: str = ""
     heard_s: float = field(default_factory=time.monotonic)
     _sequence: int = 0
     _outgoing: asyncio.Queue[pb.ControllerMessage | None] = field(
@@ -126,6 +127,11 @@ class Connection:
             raise LocalError(
                 f"worker {self.worker} does not read: {MAX_QUEUED_MESSAGES} messages wait for it"
             ) from None
+
+    def shut_down(self, reason: str) -> None:
+        """Tells the worker to leave."""
+        self.told_to_leave = reason
+        self.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
 
     def close(self) -> None:
         """Ends the stream behind what is queued."""

@@ -142,7 +142,7 @@ class Runtime(WorkerServicer):
         link = self.connections.get(worker)
         if link is not None:
             self.log(f"fencing {worker}: {reason}")
-            link.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
+            link.shut_down(reason)
 
     async def wait_for_workers(self, timeout_s: float) -> None:
         """Waits until every slice of the cluster is up; raises DeadlineError naming the workers that are missing."""
@@ -174,13 +174,14 @@ class Runtime(WorkerServicer):
         """Serves one worker's stream from Register to its end."""
         link = await self._admit(request_iterator, context)
         reader = asyncio.create_task(self._read(link, request_iterator), name=f"read {link.worker}")
-        cause = "its control stream ended"
         try:
             async for message in link.outgoing():
                 yield message
-            cause = "it was told to leave"
         finally:
             reader.cancel()
+            cause = "its control stream ended"
+            if link.told_to_leave:
+                cause = f"it was told to leave: {link.told_to_leave}"
             if reader.done() and not reader.cancelled() and (error := reader.exception()) is not None:
                 cause = str(error)
             await self._lose(link, cause)
@@ -283,7 +284,7 @@ class Runtime(WorkerServicer):
     async def close(self, reason: str) -> None:
         """Tells every worker to leave and ends their streams."""
         for link in list(self.connections.values()):
-            link.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
+            link.shut_down(reason)
             link.close()
 
     # The scheduler

@@ -20,6 +20,7 @@ from waypath.tools.report import PhaseClock
 
 STOP_DEADLINE_S = 300.0  # a step in flight and a checkpoint
 LOST_DEADLINE_S = 30.0  # for the controller's own verdict after a trainer's death
+VERDICT_FIRST_S = 1.0  # for the supervisor to see a death that the controller has judged already
 BROKEN_DEADLINE_S = 2.0  # for the supervisor to notice why a connection broke
 STATUS_EVERY_S = 1.0
 
@@ -141,7 +142,7 @@ def follow(
                 view.tick()
                 continue
             if isinstance(item, RunResult):
-                return _explained(item, deaths())
+                return _explained(item, deaths)
             if isinstance(item, WaypathError):
                 broken = item
                 end = (time.monotonic() + BROKEN_DEADLINE_S, end[1] if end else str(item))
@@ -169,8 +170,13 @@ def _failed(run: Run, steps: int, started: float, cause: str) -> RunResult:
     return RunResult(run.id, "failed", steps, steps, None, None, None, None, seconds, cause)
 
 
-def _explained(result: RunResult, deaths: list[str]) -> RunResult:
+def _explained(result: RunResult, deaths: Callable[[], list[str]]) -> RunResult:
     """Adds which process died to a failed run's cause: the controller only knows that a worker is gone."""
-    if result.status != "failed" or not deaths:
+    if result.status != "failed":
         return result
-    return replace(result, cause=f"{result.cause or 'a trainer is gone'}\n  {deaths[0]}")
+    deadline = time.monotonic() + VERDICT_FIRST_S
+    while not (dead := deaths()):
+        if time.monotonic() > deadline:
+            return result
+        time.sleep(0.05)
+    return replace(result, cause=f"{result.cause or 'a trainer is gone'}\n  {dead[0]}")

@@ -19,6 +19,7 @@ from waypath.controller.runs import metrics, programs
 from waypath.controller.runs.files import RunFiles
 from waypath.controller.runs.publication import Publisher
 from waypath.controller.runs.run import RunRecord
+from waypath.controller.runs.trace import PhaseSpan
 from waypath.controller.runtime import Execution, Runtime
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import WorkerLostError
@@ -90,6 +91,7 @@ class GrpoRun:
                     await self._stop()
                     return "cancelled"
                 self.eval_after = await self._evaluate()
+                self._trace(self._runtime.take_spans(self._owner), self.version)
                 await self._save()
                 await self._saved()
                 await self.export(str(self._record.directory / "export") if self._config.storage.export else "")
@@ -158,7 +160,7 @@ class GrpoRun:
     async def _steps(self) -> None:
         config, next_step = self._config, self.version
         self._record.stepping = True
-        self._runtime.take_spans(self._owner)
+        self._trace(self._runtime.take_spans(self._owner), -1)
         while True:
             while (
                 next_step < config.steps
@@ -200,8 +202,7 @@ class GrpoRun:
         self._rewards.append(float(line["reward_mean"]))
         self._journal.append({"type": "step", "step": item.step, "reward_mean": line["reward_mean"]})
         self._files.metrics(line)
-        if self._files.trace is not None:
-            self._files.trace.add(spans, item.step)
+        self._trace(spans, item.step)
         for sample in self._samples(results):
             self._files.sample({"step": item.step, **sample})
         await self._record.notify(steps=self.version)
@@ -209,6 +210,11 @@ class GrpoRun:
             await self._saved()
         if self._pacing.checkpoint_due(self.version):
             await self._save()
+
+    def _trace(self, spans: list[PhaseSpan], step: int) -> None:
+        """Step −1: before the first step (opening, warm start, evaluation)."""
+        if self._files.trace is not None:
+            self._files.trace.add(spans, step)
 
     @staticmethod
     def _samples(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
