@@ -137,6 +137,14 @@ class Runtime(WorkerServicer):
         finally:
             self._hooks.remove(hook)
 
+    def waits(self, execution: Execution) -> list[str]:
+        """Says what an execution waits for, one sentence a node."""
+        found: list[str] = []
+        for item in self.scheduler.describe()["executions"]:
+            if item["execution_id"] == execution.execution_id:
+                found.extend(item["waits"])
+        return found
+
     def fence(self, worker: str, reason: str) -> None:
         """Tells a worker to leave; its supervisor starts it anew."""
         link = self.connections.get(worker)

@@ -42,6 +42,9 @@ SMALL: dict[str, Any] = {
     "trainer.checkpoint_every": 2,
     "inference.slots": 16,
     "evaluation.prompts": 8,
+    "optimizer.learning_rate": 1e-3,
+    "reward.function": "tests.rewards:overlap",
+    "reward.allow_import": ["tests"],
     "cluster.compilation_cache": str(ROOT / ".cache" / "jax"),
 }
 

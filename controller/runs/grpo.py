@@ -17,12 +17,12 @@ from waypath.controller.journal import Journal
 from waypath.controller.pacing import Pacing
 from waypath.controller.runs import metrics, programs
 from waypath.controller.runs.files import RunFiles
-from waypath.controller.runs.publication import Publisher
+from waypath.controller.runs.publication import Begun, Publisher
 from waypath.controller.runs.run import RunRecord
 from waypath.controller.runs.trace import PhaseSpan
-from waypath.controller.runtime import Execution, Runtime
+from waypath.controller.runtime import Execution, Results, Runtime
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import WorkerLostError
+from waypath.proto.errors import DeadlineError, WorkerLostError
 
 STOP_WINDOW = 3
 
@@ -41,6 +41,7 @@ class Resumed:
 class _InFlight:
     step: int
     execution: Execution
+    publication: Begun | None
     dispatched_s: float
 
 
@@ -71,6 +72,7 @@ class GrpoRun:
         self._in_flight: deque[_InFlight] = deque()
         self._rewards: list[float] = list(resumed.rewards) if resumed else []
         self._completed_s = 0.0
+        self._saved_version = resumed.step if resumed else -1
         self.version = 0
         self.eval_before: float | None = resumed.eval_before if resumed else None
         self.eval_after: float | None = None
@@ -133,9 +135,8 @@ class GrpoRun:
         await self._runtime.submit(program, {}, owner=self._owner).result()
         self._runtime.pool_ready("reward", worker)
 
-    async def _publish(self, version: int) -> metrics.Publication:
-        begun = self._publisher.begin(version)
-        publication = await self._publisher.finish(version, begun)
+    async def _publish(self, version: int, begun: Begun | None = None) -> metrics.Publication:
+        publication = await self._publisher.finish(begun or self._publisher.begin(version))
         for replica in publication.replicas:
             self._runtime.pool_ready("inference", replica)
         return publication
@@ -148,7 +149,7 @@ class GrpoRun:
         await self._record.notify(phase=f"evaluating {prompts} held-out prompts")
         args = {"step": self.version, "first_group_id": 0, "version": self.version}
         execution = self._runtime.submit(programs.evaluate(self._config, prompts), args, owner=self._owner)
-        results = await execution.result()
+        results = await self._result(execution, "the evaluation")
         rewards = [
             float(result["reward_sum"])
             for node, parts in results.items()
@@ -174,6 +175,23 @@ class GrpoRun:
                 return
             await self._complete(self._in_flight.popleft())
 
+    async def _result(self, execution: Execution, what: str) -> Results:
+        """Waits for sampled work, which may also have to wait for a worker that was lost to come back.
+
+        Raises DeadlineError that says what it waits for.
+        """
+        limits = self._config.deadlines
+        limit_s = limits.generate_s + limits.score_s + limits.train_s + self._config.cluster.rejoin_timeout_s
+        limit_s *= 1 + self._config.algorithm.max_staleness
+        try:
+            async with asyncio.timeout(limit_s):
+                return await execution.result()
+        except TimeoutError:
+            waits = "; ".join(self._runtime.waits(execution)) or "nothing"
+            raise DeadlineError(
+                f"{what} is not done after {limit_s:g} s: {waits}", remedy="look into the logs of the workers named"
+            ) from None
+
     def _reward_reached(self) -> bool:
         """Stops early once the mean reward of the last three steps passes `stop_at_reward`; the same in every rerun."""
         target, window = self._config.stop_at_reward, self._rewards[-STOP_WINDOW:]
@@ -186,12 +204,16 @@ class GrpoRun:
             "version": self._pacing.sampling_version(step),
             "samples": self._config.log.samples_per_step,
         }
-        return _InFlight(step, self._runtime.submit(self._step_program, args, owner=self._owner), time.monotonic())
+        execution = self._runtime.submit(self._step_program, args, owner=self._owner)
+        publication = None
+        if self._config.algorithm.max_staleness:  # the next step may be in the trainer's queue before this one is done
+            publication = self._publisher.begin(step + 1, ahead=True)
+        return _InFlight(step, execution, publication, time.monotonic())
 
     async def _complete(self, item: _InFlight) -> None:
         await self._record.notify(phase=f"step {item.step}")
-        results = await item.execution.result()
-        publication = await self._publish(item.step + 1)
+        results = await self._result(item.execution, f"step {item.step}")
+        publication = await self._publish(item.step + 1, item.publication)
         self.version = item.step + 1
         now_s = time.monotonic()
         step_s = now_s - max(item.dispatched_s, self._completed_s)
@@ -228,6 +250,9 @@ class GrpoRun:
     async def _save(self) -> None:
         """Starts a checkpoint of the current version; the one before it is complete when this returns."""
         await self._saved()
+        if self._saved_version == self.version:
+            return
+        self._saved_version = self.version
         execution = self._runtime.submit(programs.save(self._config), {"step": self.version}, owner=self._owner)
         await execution.node("save")
         self._saving = asyncio.create_task(self._finish_save(execution, self.version))
@@ -281,6 +306,9 @@ class GrpoRun:
             await self._open_reward(worker)
             return
         await self._publisher.open(worker)
+        if self._config.algorithm.max_staleness:
+            self._publisher.admit(worker)  # the trainer never stands still: the next publication brings it in
+            return
         await self._publisher.join(worker)
         self._runtime.pool_ready("inference", worker)
 

@@ -117,14 +117,23 @@ def evaluate(config: RunConfig, prompts: int) -> Program:
     return builder.build()
 
 
-def publish(config: RunConfig, copies: Mapping[str, Sequence[Mapping[str, Any]]], cached: bool = False) -> Program:
+def publish(
+    config: RunConfig,
+    copies: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    cached: bool = False,
+    ahead: bool = False,
+) -> Program:
     """Stages the trainer's policy on the replicas that are keys of `copies` (their slice copies). Argument: version.
 
     A replica that is lost meanwhile is dropped: the others go on. With `cached` the trainer serves what it still exposes,
-    without its device thread, which is how a replica joins in the middle of a step.
+    without its device thread, which is how a replica joins in the middle of a step; `ahead` is said of a version that a
+    step in flight will make.
     """
     builder = ProgramBuilder("join" if cached else "publish")
-    deadline_s = config.deadlines.publish_s
+    limits, deadline_s = config.deadlines, config.deadlines.publish_s
+    if ahead:  # waits in the trainer's gang order behind the steps that are in flight
+        deadline_s += (limits.generate_s + limits.score_s + limits.train_s) * (1 + config.algorithm.max_staleness)
     source = builder.call(
         "trainer", "exposed" if cached else "expose", on=TRAINER, deadline_s=deadline_s, node_id="expose"
     )

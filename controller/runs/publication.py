@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from waypath.controller import reshard
@@ -22,6 +23,16 @@ from waypath.controller.runtime import Execution, Runtime
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import CancelledError, RemoteError, TransferError, UnavailableError, WaypathError
 from waypath.proto.layout import Layout
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A publication that was dispatched: to whom, and the planner's bound over all of them."""
+
+    version: int
+    execution: Execution
+    lower_bound_bytes: int
+    replicas: list[str]
 
 
 class Publisher:
@@ -77,21 +88,21 @@ class Publisher:
             bound += plan.lower_bound_bytes
         return copies, bound
 
-    def begin(self, version: int) -> tuple[Execution, int, list[str]]:
-        """Dispatches the staging of `version`, which the trainer has just made."""
+    def begin(self, version: int, ahead: bool = False) -> Begun:
+        """Dispatches the staging of `version`, which the trainer has just made (or, with `ahead`, will have made)."""
         replicas = self.replicas
         copies, bound = self._copies(replicas)
         self._in_flight += 1
         execution = self._runtime.submit(
-            programs.publish(self._config, copies), {"version": version}, owner=self._owner
+            programs.publish(self._config, copies, ahead=ahead), {"version": version}, owner=self._owner
         )
-        return execution, bound, replicas
+        return Begun(version, execution, bound, replicas)
 
-    async def finish(self, version: int, begun: tuple[Execution, int, list[str]]) -> Publication:
+    async def finish(self, begun: Begun) -> Publication:
         """Waits for the staging, decides, journals the decision and commits. Raises TransferError where no replica verified."""
-        execution, bound, replicas = begun
+        version, replicas = begun.version, begun.replicas
         try:
-            results = await execution.result()
+            results = await begun.execution.result()
             staged = {r: results[f"stage_{r}"].get(r) for r in replicas if f"stage_{r}" in results}
             verified = sorted(r for r, result in staged.items() if result and result.get("verified"))
             refused = sorted(r for r, result in staged.items() if result and not result.get("verified"))
@@ -113,7 +124,7 @@ class Publisher:
         return Publication(
             version=version,
             bytes=sum(int(report["publish_bytes"]) for report in reports),
-            lower_bound_bytes=bound,
+            lower_bound_bytes=begun.lower_bound_bytes,
             egress_bytes=sum(int(report.get("egress_bytes", report["publish_bytes"])) for report in reports),
             stall_s=stall_s,
             outcome=outcome,

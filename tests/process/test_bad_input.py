@@ -15,7 +15,7 @@ import waypath
 from tests.cluster import ROOT, Cluster, Command, running, small
 from waypath.proto.config import RunConfig
 
-ALLOWED = {"reward__allow_import": ["tests.bad_rewards"], "reward__timeout_s": 1.0, "trainer__checkpoint_every": 0}
+ALLOWED = {"reward__timeout_s": 1.0, "trainer__checkpoint_every": 0}
 
 
 @pytest.fixture(scope="module")

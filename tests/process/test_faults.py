@@ -45,6 +45,7 @@ def test_kill_9_of_inference_and_reward_workers_does_not_change_the_result(
     assert (result.status, result.cause) == ("done", None)
     assert result.params_digest == undisturbed[0].params_digest
     assert metrics == undisturbed[1]
+    assert all(line["trained_rows"] for line in metrics)
 
 
 def test_the_only_inference_worker_is_killed_and_the_run_waits_for_its_successor(
@@ -88,8 +89,9 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_ends_with_the_same_parameters
 ) -> None:
     path = tmp_path / "config.toml"
     path.write_text(_config(tmp_path).to_toml())
-    with Command(["run", str(path), "--plain"], tmp_path) as command:
-        command.wait_output("step 1")
+    slow = "reward.function=tests.rewards:slow"  # the same rewards, with time to press Ctrl-C
+    with Command(["run", str(path), "--plain", "--set", slow], tmp_path) as command:
+        command.wait_output("step   1/")
         command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output()
         assert "waypath run --resume" in command.output()

@@ -45,6 +45,7 @@ def test_a_run_ends_with_everything_written(cluster: Cluster, first: waypath.Run
         assert line["publish_bytes"] == line["publish_bytes_lower_bound"] > 0
         assert line["logprob_diff_max"] < 1e-4
         assert (line["staleness_max"], line["policy_version"]) == (0, line["step"] + 1)
+        assert line["trained_rows"] > 0 and line["grad_norm"] > 0
         assert line["rollout_s"] > 0 and line["train_s"] > 0 and line["step_s"] > 0
     samples = [json.loads(text) for text in (directory / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {0, 1, 2}
@@ -82,6 +83,17 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(
 
 def _seeded(config: RunConfig, seed: int) -> RunConfig:
     return waypath.load_config(config.to_json(), {"seed": seed})
+
+
+def test_steps_that_overlap_stay_within_the_bound_and_repeat(cluster: Cluster, config: RunConfig) -> None:
+    overlapping = waypath.load_config(
+        config.to_json(), {"algorithm.max_staleness": 1, "steps": 5, "trainer.checkpoint_every": 3}
+    )
+    runs = [cluster.result(cluster.run(overlapping)) for _ in range(2)]
+    metrics = [read_metrics(cluster.run_dir, run.run_id) for run in runs]
+    assert [line["staleness_max"] for line in metrics[0]] == [0, 1, 1, 0, 1]
+    assert comparable(metrics[0]) == comparable(metrics[1])
+    assert runs[0].params_digest == runs[1].params_digest
 
 
 def test_a_client_reattaches_by_id_and_reads_back(cluster: Cluster, first: waypath.RunResult) -> None:

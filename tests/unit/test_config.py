@@ -15,7 +15,9 @@ BASE: dict[str, Any] = {"model": {"random": {"alphabet": "0123456789>\n"}}, "tas
 
 
 def test_resolved_configuration_survives_its_toml_form() -> None:
-    resolved = config.load(BASE, {"sampling.stop": ["\n", '"', "\x01"], "task.options": {"a b": [1, 2.5, True], "t": {"x": "y"}}})
+    resolved = config.load(
+        BASE, {"sampling.stop": ["\n", '"', "\x01"], "task.options": {"a b": [1, 2.5, True], "t": {"x": "y"}}}
+    )
     assert config.parse(tomllib.loads(resolved.to_toml())) == resolved
     assert config.parse(resolved.to_json()) == resolved
 

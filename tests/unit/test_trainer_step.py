@@ -122,7 +122,7 @@ def test_an_update_equals_the_plain_reference(supervised: bool) -> None:
     close(whole(state.params), params, atol=2e-4)
 
 
-@pytest.mark.parametrize(("data", "fsdp", "rows"), [(1, 2, 4), (1, 4, ROWS), (2, 2, ROWS)])
+@pytest.mark.parametrize(("data", "fsdp", "rows"), [(1, 4, ROWS), (2, 2, 4)])
 def test_every_mesh_and_every_split_into_micro_batches_gives_the_same_updates(data: int, fsdp: int, rows: int) -> None:
     one, many = program(1, 1), program(data, fsdp, rows)
     expected, found = start(one), start(many)
