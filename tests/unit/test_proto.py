@@ -114,7 +114,7 @@ def test_version_mismatch_names_both_sides() -> None:
 
 
 class _Hello(ClientServicer):
-    async def Hello(self, request: client_pb2.HelloRequest, context: object) -> client_pb2.HelloReply:  # noqa: N802
+    async def Hello(self, request: client_pb2.HelloRequest, context: object) -> client_pb2.HelloReply:
         return client_pb2.HelloReply(cluster_id="c")
 
 

@@ -52,7 +52,8 @@ def baseline(config: str, steps: int) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LocalError(f"the baseline failed:\n{done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [line for line in lines if "step_s" in line]
 
 
 def cluster(config: str, steps: int) -> list[dict[str, Any]]:
