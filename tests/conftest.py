@@ -1,11 +1,16 @@
-"""Shared test set-up: four CPU devices in one process, strict dtype promotion, hypothesis without wall-clock limits."""
+"""Shared test set-up: four CPU devices in one process, a compilation cache, hypothesis without wall-clock limits."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Many tests compile the same small programs; each is compiled once.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "jax-tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from hypothesis import HealthCheck, settings
 

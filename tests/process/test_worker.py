@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import psutil
 import pytest
 
@@ -69,7 +70,10 @@ class Controller(WorkerServicer):  # type: ignore[misc,unused-ignore]
         self.links: dict[str, Link] = {}
         self.joined = asyncio.Condition()
 
-    async def Attach(self, messages: AsyncIterator[pb.WorkerMessage], _: Any) -> AsyncIterator[pb.ControllerMessage]:
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> AsyncIterator[pb.ControllerMessage]:
+        messages = request_iterator
         link = Link()
         first = await anext(aiter(messages))
         link.register.CopyFrom(first.register)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def params_of(seed: int) -> decoder.Params:
 
 def write_weights(engine: EngineProtocol, params: decoder.Params) -> None:
     for view in views(MODEL):
-        leaf = functools.reduce(lambda node, key: node[key], view.path, params)
+        leaf: Any = functools.reduce(lambda node, key: node[key], view.path, params)
         values = np.asarray(leaf if view.index is None else leaf[view.index])
         engine.stage_view(view.name, (0,) * len(view.shape), view.shape)[...] = values
 

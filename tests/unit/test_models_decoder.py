@@ -43,7 +43,7 @@ def reference(config: ModelConfig, params: dict[str, Any], tokens: list[int]) ->
     """Logits [T, V] of one sequence in float64: one position and one head at a time, RoPE as complex numbers."""
     tensors = {}
     for view in views(config):
-        leaf = params
+        leaf: Any = params
         for key in view.path:
             leaf = leaf[key]
         tensors[view.name] = np.asarray(leaf if view.index is None else leaf[view.index], np.float64)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import numpy as np
 import pytest
 from hypothesis import given
@@ -61,7 +62,10 @@ def test_objects_do_not_travel_and_results_are_bounded() -> None:
         codecs.dump_result({"x": "y" * codecs.MAX_RESULT_BYTES}, "node")
 
 
-@pytest.mark.parametrize("cls", sorted(errors._tree(errors.WaypathError).values(), key=lambda c: c.__name__))
+CLASSES = [cls for _, cls in sorted(errors._tree(errors.WaypathError).items())]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_every_error_keeps_its_class_and_text_across_the_wire(cls: type[errors.WaypathError]) -> None:
     back = errors.from_message(errors.to_message(cls("what", remedy="do this", where="node x")))
     assert type(back) is cls

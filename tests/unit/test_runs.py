@@ -35,7 +35,34 @@ def test_metrics_line_has_every_stable_key_and_the_right_spans() -> None:
     ]
     publication = metrics.Publication(8, 100, 100, 60, 0.25, "COMMITTED", ("inference-0",))
     line = metrics.line(7, trained, spans, publication, step_s=11.0)
-    stable = ["step", "policy_version", "reward_mean", "reward_std", "loss", "kl", "grad_norm", "entropy", "clip_fraction", "response_tokens_mean", "truncated_fraction", "zero_std_group_fraction", "staleness_max", "staleness_mean", "logprob_diff_mean", "logprob_diff_max", "rollout_tokens_per_s", "step_s", "rollout_s", "reward_s", "train_s", "publish_s", "publish_stall_s", "publish_bytes", "publish_bytes_lower_bound", "egress_bytes"]
+    stable = [
+        "step",
+        "policy_version",
+        "reward_mean",
+        "reward_std",
+        "loss",
+        "kl",
+        "grad_norm",
+        "entropy",
+        "clip_fraction",
+        "response_tokens_mean",
+        "truncated_fraction",
+        "zero_std_group_fraction",
+        "staleness_max",
+        "staleness_mean",
+        "logprob_diff_mean",
+        "logprob_diff_max",
+        "rollout_tokens_per_s",
+        "step_s",
+        "rollout_s",
+        "reward_s",
+        "train_s",
+        "publish_s",
+        "publish_stall_s",
+        "publish_bytes",
+        "publish_bytes_lower_bound",
+        "egress_bytes",
+    ]
     assert list(line)[: len(stable)] == stable
     assert (line["rollout_s"], line["reward_s"], line["train_s"], line["publish_s"]) == (3.0, 2.0, 4.0, 1.0)
     assert line["rollout_tokens_per_s"] == pytest.approx(100.0)

@@ -218,7 +218,8 @@ def test_the_exposed_boxes_have_the_digests_and_hold_the_next_step_up(trainer: C
                 (digest_box(np.asarray(v), lower, exposed.shape) for lower, v in exposed.boxes), np.zeros(2, np.uint32)
             )
             np.testing.assert_array_equal(total, value, name)
-        del exposed, tensors
+            del exposed
+        del tensors
     _, again = one.call("exposed", version=0)
     assert again is bundle
     one.store.release(f"x{one.calls}/exposed")
