@@ -109,13 +109,28 @@ def _digest_shards(
         bits = jax.lax.bitcast_convert_type(box, jnp.dtype(f"uint{8 * box.dtype.itemsize}")).astype(jnp.uint32)
         local = bits if by_layer else bits[None]
         origin = lower[1:] if by_layer else lower
-        index = jnp.zeros(local.shape[1:], jnp.uint32)
-        for axis in range(index.ndim):
-            along = jax.lax.broadcasted_iota(jnp.uint32, index.shape, axis) + origin[axis]
-            index = index + along * jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-        lanes = []
-        for constants in _LANES:
-            mixed = _mix(local, index[None], *(jnp.uint32(constant) for constant in constants))
-            lanes.append(jnp.sum(mixed, axis=tuple(range(1, mixed.ndim)), dtype=jnp.uint32))
-        found.append(jnp.stack(lanes, axis=-1))
+        inner = local.shape[1:] or (1,)
+        starts = jnp.zeros(inner[:-1], jnp.uint32)
+        for axis in range(starts.ndim):
+            along = jax.lax.broadcasted_iota(jnp.uint32, starts.shape, axis) + origin[axis]
+            starts = starts + along * jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        columns = jnp.arange(inner[-1], dtype=jnp.uint32) + (origin[-1] if shape else jnp.uint32(0))
+        rows = local.reshape(local.shape[0], math.prod(inner[:-1]), inner[-1])
+        found.append(jax.lax.map(partial(_digest_rows, starts=starts.reshape(-1), columns=columns), rows))
     return found
+
+
+def _digest_rows(rows: jax.Array, starts: jax.Array, columns: jax.Array) -> jax.Array:
+    """uint32 [2] of one tensor's box, uint32 [R, C]; element (r, c) has the index starts[r] + columns[c].
+
+    A loop over rows, with the columns in vector registers: XLA:CPU does not vectorise a reduction of the whole box.
+    """
+
+    def add(row: jax.Array, lanes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        index = starts[row] + columns
+        mixed = (_mix(rows[row], index, *(jnp.uint32(constant) for constant in constants)) for constants in _LANES)
+        return tuple(lane + part for lane, part in zip(lanes, mixed, strict=True))
+
+    zero = jnp.zeros(columns.shape, jnp.uint32)
+    lanes = jax.lax.fori_loop(0, rows.shape[0], add, (zero,) * len(_LANES))
+    return jnp.stack([jnp.sum(lane, dtype=jnp.uint32) for lane in lanes])

@@ -30,10 +30,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     [
         ("raises", ["raises", "ZeroDivisionError"]),
         ("nan", ["nan", "sample"]),
-        ("too_few", ["too_few", "3", "4"]),
-        ("hangs", ["hangs", "timeout_s"]),
+        pytest.param("too_few", ["too_few", "3", "4"], marks=pytest.mark.slow),
+        pytest.param("hangs", ["hangs", "timeout_s"], marks=pytest.mark.slow),
         ("kills", ["kills", "SIGKILL"]),
-        ("not_a_number", ["not_a_number"]),
+        pytest.param("not_a_number", ["not_a_number"], marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_reward_function_ends_the_run_with_its_name_and_what_it_did(

@@ -30,7 +30,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[waypath.RunRe
         return result, comparable(read_metrics(cluster.run_dir, result.run_id), "publish_", "egress_")
 
 
-@pytest.mark.parametrize("names", [("inference-0",), ("reward-0",), ("inference-1", "reward-0")], ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("inference-1", "reward-0"), id="both"),
+        pytest.param(("inference-0",), id="inference", marks=pytest.mark.slow),
+        pytest.param(("reward-0",), id="reward", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_9_of_inference_and_reward_workers_does_not_change_the_result(
     tmp_path: Path, names: tuple[str, ...], undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
 ) -> None:
@@ -48,6 +55,7 @@ def test_kill_9_of_inference_and_reward_workers_does_not_change_the_result(
     assert all(line["trained_rows"] for line in metrics)
 
 
+@pytest.mark.slow
 def test_the_only_inference_worker_is_killed_and_the_run_waits_for_its_successor(
     tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
 ) -> None:
@@ -84,6 +92,7 @@ def test_kill_9_of_a_trainer_stops_the_run_with_its_cause_and_it_resumes_to_the_
     assert comparable(read_metrics(tmp_path / "runs", run.id), "publish_", "egress_") == undisturbed[1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_ends_with_the_same_parameters(
     tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
 ) -> None:
