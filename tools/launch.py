@@ -39,6 +39,11 @@ SIDECAR_START_S = 30.0
 READY_S = 180.0
 CONTROLLER_FLAGS = {"trainer": "--trainers", "inference": "--inference", "reward": "--rewards"}
 
+# glibc: back large buffers by huge pages and keep them, for a step on CPU frees and faults in a model's size several times.
+LARGE_BUFFERS = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
+}
+
 Spawn = Callable[[ProcessSpec], Child]
 
 
@@ -258,6 +263,8 @@ class LocalCluster:
         for prefix in self.config.reward.allow_import:
             argv += ["--allow-import", prefix]
         env = {"NPROC": threads, "OMP_NUM_THREADS": threads, "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1"}
+        if role != "reward":
+            env |= LARGE_BUFFERS
         return ProcessSpec(name, role, world, tuple(argv), self._log(name), env)
 
     def _log(self, name: str) -> Path:

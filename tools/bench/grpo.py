@@ -25,7 +25,7 @@ from rich.table import Table
 from waypath.controller.client.client import connect
 from waypath.proto import config as configs
 from waypath.proto.errors import LocalError
-from waypath.tools.launch import LocalCluster
+from waypath.tools.launch import LARGE_BUFFERS, LocalCluster
 
 CONFIG = "examples/smollm2_arithmetic.toml"
 STEPS = 10
@@ -49,7 +49,8 @@ def machine() -> dict[str, Any]:
 def baseline(config: str, steps: int) -> list[dict[str, Any]]:
     """Returns one object a step of the single-process job; raises LocalError with its output where it fails."""
     command = [sys.executable, "-m", "waypath.tools.bench.grpo_baseline", config, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = {**os.environ, **LARGE_BUFFERS}  # as the cluster's workers have it
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise LocalError(f"the baseline failed:\n{done.stderr[-2000:]}")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
