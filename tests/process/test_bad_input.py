@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ("function", "words"),
     [
         ("raises", ["raises", "ZeroDivisionError"]),
-        ("nan", ["nan", "sample"]),
+        pytest.param("nan", ["nan", "sample"], marks=pytest.mark.slow),
         pytest.param("too_few", ["too_few", "3", "4"], marks=pytest.mark.slow),
         pytest.param("hangs", ["hangs", "timeout_s"], marks=pytest.mark.slow),
         ("kills", ["kills", "SIGKILL"]),

@@ -91,6 +91,7 @@ def test_death_of_the_controller_ends_the_cluster_with_its_cause(up: Command, tm
     assert_nothing_left(cluster_id, "", tmp_path / "runs", shared_memory())
 
 
+@pytest.mark.slow
 def test_death_of_a_trainer_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(small(tmp_path, steps=100_000, evaluation__prompts=0).to_toml())
