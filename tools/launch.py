@@ -39,9 +39,12 @@ SIDECAR_START_S = 30.0
 READY_S = 180.0
 CONTROLLER_FLAGS = {"trainer": "--trainers", "inference": "--inference", "reward": "--rewards"}
 
-# glibc: back large buffers by huge pages and keep them, for a step on CPU frees and faults in a model's size several times.
+# glibc: back large buffers by huge pages and keep them, for a step on CPU frees and faults in a model's size several
+# times (2 to 3 s of system time a step of SmolLM2). One arena, because a thread's own arena maps and unmaps each large buffer.
 LARGE_BUFFERS = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000"
+    "GLIBC_TUNABLES": ":".join(
+        f"glibc.malloc.{name}" for name in ("hugetlb=1", "arena_max=1", "mmap_max=0", "trim_threshold=100000000000")
+    )
 }
 
 Spawn = Callable[[ProcessSpec], Child]

@@ -9,13 +9,15 @@ Checked against jax and jaxlib 0.10.2. What is private: `jax._src.distributed.gl
 `jax.distributed.initialize` starts the service inside process 0),
 `jaxlib._jax.get_distributed_runtime_service` and `…_client`, `make_gloo_tcp_collectives` and
 `jax._src.xla_bridge.register_backend_factory` (gloo listens on the address that the host's name resolves to,
-unless it is told another).
+unless it is told another), `jax._src.compiler._cache_write` (jax writes the compilation cache from process 0 alone, while
+on CPU every process looks under a key of its own: the fingerprint of its topology).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,6 +85,7 @@ def join_world(world: World) -> None:
     state.process_id = world.process_index
     state.num_processes = world.process_count
     state.coordinator_address = world.coordinator
+    _write_cache_from_every_process()
     if world.coordinator.rpartition(":")[0] in (LOOPBACK, "localhost"):
         xla_bridge.register_backend_factory(
             "cpu", partial(_cpu_client_on_loopback, client), priority=0, fail_quietly=False
@@ -121,6 +124,23 @@ def host_coordination_service(address: str, processes: int) -> Any:
         shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         recoverable=False,
     )
+
+
+def _write_cache_from_every_process() -> None:
+    """Without it, every process but the first compiles everything anew at each start."""
+    from jax._src import compilation_cache, compiler
+
+    write_from_first = compiler._cache_write
+
+    def write(
+        key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Sequence[Any]
+    ) -> None:
+        if backend.platform != "cpu" or backend.process_index() == 0:
+            write_from_first(key, seconds, module, backend, executable, host_callbacks)
+        elif not host_callbacks:
+            compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
+
+    compiler._cache_write = write
 
 
 def _cpu_client_on_loopback(client: Any) -> Any:
