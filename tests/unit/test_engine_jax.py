@@ -296,5 +296,5 @@ def test_shapes_that_the_model_cannot_serve_are_refused() -> None:
 def test_memory_is_known_before_anything_is_built() -> None:
     memory = JaxEngine.memory_bytes(MODEL, SHAPE)
     weights = sum(int(np.prod(view.shape)) for view in views(MODEL)) * 4
-    rows = sum(bucket + 7 for bucket in (6, 12)) * 4
+    rows = (16 + 32) * 4  # 6 + 7 and 12 + 7, each rounded up to a multiple of 16
     assert memory == {"weights": 2 * weights, "cache": rows * 2 * MODEL.num_layers * 2 * 4 * 4 + 2 * 4 * 23}

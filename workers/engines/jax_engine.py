@@ -109,7 +109,7 @@ class JaxEngine:
     ) -> None:
         if list(shape.prompt_buckets) != sorted(set(shape.prompt_buckets)):
             raise UserError(f"inference.prompt_buckets = {list(shape.prompt_buckets)}: expected ascending lengths")
-        longest = shape.cache_length(shape.prompt_buckets[-1])
+        longest = shape.prompt_buckets[-1] + shape.max_new_tokens
         if longest > config.max_position_embeddings:
             raise UserError(
                 f"the largest of inference.prompt_buckets + sampling.max_new_tokens = {longest} is more than the "

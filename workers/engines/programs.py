@@ -32,8 +32,7 @@ class EngineShape:
     """Every number that decides a program's shape.
 
     ``slots``: samples that decode together in a bucket. ``prompt_buckets``: prompt lengths are padded to the smallest
-    that holds them, ascending. ``max_new_tokens``: the longest completion; a cache row has bucket + max_new_tokens
-    entries. ``decode_steps``: tokens a decode step may draw per sample. ``group_size``: samples that most groups have
+    that holds them, ascending. ``max_new_tokens``: the longest completion. ``decode_steps``: tokens a decode step may draw per sample. ``group_size``: samples that most groups have
     (others are served too, less efficiently).
     """
 
@@ -58,8 +57,8 @@ class EngineShape:
         return -(-self.slots // self.block) * self.block
 
     def cache_length(self, bucket: int) -> int:
-        """Cache entries of a row."""
-        return bucket + self.max_new_tokens
+        """Cache entries of a row: bucket + max_new_tokens, rounded up to what attention runs over."""
+        return decoder.attention_length(bucket + self.max_new_tokens)
 
 
 class LaneState(NamedTuple):
