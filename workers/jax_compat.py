@@ -133,12 +133,19 @@ def _write_cache_from_every_process() -> None:
     write_from_first = compiler._cache_write
 
     def write(
-        key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Sequence[Any]
+        cache_key: str,
+        compile_time_secs: float,
+        module_name: str,
+        backend: Any,
+        executable: Any,
+        host_callbacks: Sequence[Any],
     ) -> None:
         if backend.platform != "cpu" or backend.process_index() == 0:
-            write_from_first(key, seconds, module, backend, executable, host_callbacks)
+            write_from_first(cache_key, compile_time_secs, module_name, backend, executable, host_callbacks)
         elif not host_callbacks:
-            compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, int(compile_time_secs)
+            )
 
     compiler._cache_write = write
 
