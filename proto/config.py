@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from waypath.proto.errors import ConfigError
@@ -21,6 +21,39 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _local(path: str) -> str:
+    if "://" in path:
+        raise ValueError(f"{path!r} is a URI; only folders that this machine mounts are supported")
+    return path
+
+
+def _recordable(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of user code are written to config.toml and sent as JSON: they hold what both can say."""
+    for key, value in options.items():
+        _check_recordable(value, key)
+    return options
+
+
+def _check_recordable(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{path} has the key {key!r}; keys are text")
+            _check_recordable(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_recordable(item, f"{path}.{index}")
+    elif not isinstance(value, str | bool | int | float):
+        raise ValueError(
+            f"{path} = {value!r} is {type(value).__name__}, which config.toml cannot hold; text, numbers, "
+            "booleans, lists and tables can be; leave out what is not set"
+        )
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+Options = Annotated[dict[str, Any], AfterValidator(_recordable)]
 
 
 class Section(BaseModel):
@@ -47,7 +80,7 @@ class RandomModel(Section):
 class ModelSection(Section):
     """What is trained: `path`, a Hugging Face directory, or `random`."""
 
-    path: str | None = None
+    path: LocalPath | None = None
     random: RandomModel | None = None
     dtype: Literal["float32"] = "float32"
 
@@ -63,7 +96,7 @@ class TaskSection(Section):
 
     name: str
     prompts_per_step: PositiveInt = 8
-    options: dict[str, Any] = {}
+    options: Options = {}
 
 
 class AlgorithmSection(Section):
@@ -116,7 +149,7 @@ class ClusterSection(Section):
     threads: PositiveInt = 1
     max_restarts: NonNegativeInt = 5
     rejoin_timeout_s: PositiveFloat = 120.0
-    compilation_cache: str = ".cache/jax"
+    compilation_cache: LocalPath = ".cache/jax"
 
 
 class TrainerSection(Section):
@@ -142,10 +175,14 @@ class InferenceSection(Section):
 
 
 class RewardSection(Section):
-    """How rewards are computed. `function` (module:attribute) replaces the task's own."""
+    """How rewards are computed. `function` (module:attribute) replaces the task's own.
+
+    A group may take `timeout_s` for each of its samples; that is at most `deadlines.score_s`, so that a function that hangs
+    is told of with its name and sample.
+    """
 
     function: str | None = None
-    options: dict[str, Any] = {}
+    options: Options = {}
     timeout_s: PositiveFloat = 5.0
     processes: PositiveInt = 1
     allow_import: list[str] = []
@@ -154,8 +191,8 @@ class RewardSection(Section):
 class StorageSection(Section):
     """Where a run is kept. `checkpoint_dir` must be reachable by every trainer process."""
 
-    run_dir: str = "runs"
-    checkpoint_dir: str = "runs"
+    run_dir: LocalPath = "runs"
+    checkpoint_dir: LocalPath = "runs"
     keep_checkpoints: PositiveInt = 2
     export: bool = True
 
@@ -240,6 +277,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} is more than task.prompts_per_step = {self.task.prompts_per_step}"
             )
+        if self.reward.timeout_s * self.algorithm.group_size > self.deadlines.score_s:
+            raise ValueError(
+                f"reward.timeout_s = {self.reward.timeout_s:g} for each of algorithm.group_size = {self.algorithm.group_size} "
+                f"samples is more than deadlines.score_s = {self.deadlines.score_s:g}: lower the first or raise the last"
+            )
         if self.warm_start.steps and self.warm_start.batch_size % self.trainer.micro_batch_rows:
             raise ValueError(
                 f"warm_start.batch_size = {self.warm_start.batch_size} is not a multiple of trainer.micro_batch_rows = {self.trainer.micro_batch_rows}"
@@ -270,7 +312,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source} is not TOML: {error}") from None
     for key, value in (overrides or {}).items():
-        _assign(raw, key, value)
+        _assign(raw, key, _copy(value))
     return parse(raw)
 
 
@@ -296,7 +338,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _copy(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _assign(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ BASE: dict[str, Any] = {"model": {"random": {"alphabet": "0123456789>\n"}}, "tas
 
 def test_resolved_configuration_survives_its_toml_form() -> None:
     resolved = config.load(
-        BASE, {"sampling.stop": ["\n", '"', "\x01"], "task.options": {"a b": [1, 2.5, True], "t": {"x": "y"}}}
+        BASE,
+        {
+            "sampling.stop": ["\n", '"', "\x01"],
+            "task.options": {"a b": [1, 2.5, True], "t": {"x": "y"}, "l": ((1, 2), [{"k": ()}])},
+        },
     )
     assert config.parse(tomllib.loads(resolved.to_toml())) == resolved
     assert config.parse(resolved.to_json()) == resolved
@@ -44,6 +49,16 @@ def test_resolved_configuration_survives_its_toml_form() -> None:
         ({"stop_at_reward": float("nan")}, ["stop_at_reward", "nan"]),
         ({"model.path": "somewhere"}, ["model.path", "exactly one"]),
         ({"seed.x": 1}, ["seed"]),
+        (
+            {"reward.timeout_s": 60.0, "algorithm.group_size": 16},
+            ["timeout_s = 60", "group_size = 16", "score_s = 300"],
+        ),
+        ({"storage.checkpoint_dir": "gs://bucket/runs"}, ["storage.checkpoint_dir", "gs://bucket/runs", "URI"]),
+        ({"storage.run_dir": "file:///tmp"}, ["storage.run_dir", "URI"]),
+        ({"cluster.compilation_cache": "gs://bucket/cache"}, ["cluster.compilation_cache", "URI"]),
+        ({"task.options": {"x": None}}, ["task.options", "x = None", "config.toml"]),
+        ({"reward.options": {"a": [{"b": {1, 2}}]}}, ["reward.options", "a.0.b", "set"]),
+        ({"reward.options": {"day": datetime.date(2024, 1, 2)}}, ["reward.options", "day", "date"]),
         ({"warm_start.steps": 1, "warm_start.batch_size": 9}, ["batch_size = 9", "micro_batch_rows = 8"]),
     ],
 )
