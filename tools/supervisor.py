@@ -269,6 +269,8 @@ class Supervisor:
                     return
                 for unit in list(self._units.values()):
                     self._check(unit)
+                    if self.failure is not None:
+                        return  # what is dead now was killed by `fail`: it isn't a death of its own
 
     def _check(self, unit: Unit) -> None:
         due = self._due.get(unit.name)

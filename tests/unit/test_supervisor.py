@@ -142,6 +142,18 @@ def test_fatal_death_ends_everything_with_the_log(supervisor: Supervisor, tmp_pa
         supervisor.add(unit("late", Policy.RESTART, tmp_path))
 
 
+def test_what_the_end_of_a_cluster_kills_is_no_death_of_its_own(
+    supervisor: Supervisor, tmp_path: Path, events: list[str]
+) -> None:
+    supervisor.add(unit("c", Policy.FATAL, tmp_path))
+    supervisor.add(unit("w", Policy.END, tmp_path))
+    supervisor.add(unit("other", Policy.RESTART, tmp_path))
+    os.kill(pids(supervisor)["c"], signal.SIGKILL)
+    eventually(lambda: not supervisor._thread.is_alive(), "the cluster ended")
+    assert [death.name for death in supervisor.deaths] == ["c"]
+    assert len(events) == 1 and events[0].startswith("cluster failed: c (pid")
+
+
 def test_crash_loop_ends_the_cluster(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.add(unit("a", Policy.RESTART, tmp_path, code="raise SystemExit(3)"))
     eventually(lambda: supervisor.failure is not None, "the budget is used up")
