@@ -76,6 +76,12 @@ class RandomModel(Section):
     tie_embeddings: bool = True
     rope_theta: PositiveFloat = 10_000.0
 
+    @model_validator(mode="after")
+    def _one_token_a_character(self) -> Self:
+        if repeated := sorted({c for c in self.alphabet if self.alphabet.count(c) > 1}):
+            raise ValueError(f"alphabet {self.alphabet!r} repeats {', '.join(map(repr, repeated))}")
+        return self
+
 
 class ModelSection(Section):
     """What is trained: `path`, a Hugging Face directory, or `random`."""
@@ -272,6 +278,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"inference.replicas = {self.inference.replicas}, cluster.inference_processes = "
                 f"{self.cluster.inference_processes}; the jax engine has one replica a process, so they must be equal"
+            )
+        if self.algorithm.max_staleness > 1:
+            raise ValueError(
+                f"algorithm.max_staleness = {self.algorithm.max_staleness}: 0 (on-policy) and 1 (one step overlaps) are "
+                "allowed; a replica stages one policy version at a time"
             )
         if self.algorithm.minibatches > self.task.prompts_per_step:
             raise ValueError(

@@ -25,7 +25,7 @@ import numpy as np
 
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
-from waypath.workers.models.views import leaves, views
+from waypath.workers.models.views import leaf_at, leaves, views
 
 __all__ = ["digest_box", "digest_weights"]
 
@@ -46,10 +46,7 @@ def digest_weights(config: ModelConfig, params: Params) -> dict[str, Digest]:
     totals = [np.zeros((leaf.shape[0] if leaf.stacked else 1, 2), np.uint32) for leaf in table]
     by_device: dict[Any, list[tuple[int, Any]]] = {}
     for i, leaf in enumerate(table):
-        array: Any = params
-        for key in leaf.path:
-            array = array[key]
-        for shard in array.addressable_shards:
+        for shard in leaf_at(params, leaf.path).addressable_shards:
             if shard.replica_id == 0:
                 by_device.setdefault(shard.device, []).append((i, shard))
     for held in by_device.values():

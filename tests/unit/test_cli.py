@@ -14,8 +14,8 @@ from rich.console import Console
 
 from waypath.controller.client.client import Client, Run, RunResult, StepRecord
 from waypath.proto import config as configs
-from waypath.proto.errors import ConfigError, ModelError, NotFoundError, TaskError, UnavailableError, WaypathError
-from waypath.tools import cli, launch, preflight
+from waypath.proto.errors import NotFoundError, UnavailableError, WaypathError
+from waypath.tools import cli, launch
 from waypath.tools.follow import Interrupts, follow
 from waypath.tools.progress import View
 
@@ -148,45 +148,6 @@ def test_port_file(text: str, port: int | None, tmp_path: Path) -> None:
     (tmp_path / "port").write_text(text)
     assert launch.read_port(tmp_path / "port") == port
     assert launch.read_port(tmp_path / "none") is None
-
-
-# -- checks before a start
-
-
-def test_preflight_accepts_the_tiny_job(tmp_path: Path) -> None:
-    preflight.check(tiny(tmp_path))
-
-
-@pytest.mark.parametrize("role", ["trainer", "inference"])
-def test_preflight_refuses_a_model_beyond_the_memory_limit(role: str, tmp_path: Path) -> None:
-    config = tiny(tmp_path, **{f"{role}.memory_limit_bytes": 1_000_000})
-    with pytest.raises(ModelError, match=rf"in each {role} process; {role}.memory_limit_bytes = 1000000"):
-        preflight.check(config)
-
-
-def test_preflight_refuses_a_missing_model(tmp_path: Path) -> None:
-    base = tiny(tmp_path).to_json()
-    base["model"] = {"path": str(tmp_path / "absent")}
-    with pytest.raises(ModelError, match="absent"):
-        preflight.check(configs.load(base))
-
-
-@pytest.mark.parametrize("key", ["reward.function", "task.name"])
-def test_preflight_refuses_imports_that_are_not_allowed(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} = 'sums.hard:reward'.*allow_import"):
-        preflight.check(tiny(tmp_path, **{key: "sums.hard:reward", "reward.allow_import": ["sum"]}))
-    preflight.check(tiny(tmp_path, **{key: "sums.hard:reward", "reward.allow_import": ["sums"]}))
-
-
-def test_preflight_refuses_a_data_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="absent"):
-        preflight.check(tiny(tmp_path, **{"task.name": f"jsonl:{tmp_path}/absent.jsonl"}))
-
-
-def test_preflight_refuses_a_run_dir_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"storage\.run_dir"):
-        preflight.check(tiny(tmp_path, **{"storage.run_dir": str(tmp_path / "file" / "runs")}))
 
 
 # -- following a run

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from waypath.proto.errors import LocalError, UserError
+from waypath.workers.engines import programs
 from waypath.workers.engines.jax_engine import JaxEngine
-from waypath.workers.engines.programs import EngineShape
 from waypath.workers.engines.protocol import EngineProtocol, GroupRequest, GroupResult, SamplingParams
+from waypath.workers.engines.shape import EngineShape
+from waypath.workers.memory import engine_bytes
 from waypath.workers.models import decoder
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.views import views
@@ -294,7 +296,10 @@ def test_shapes_that_the_model_cannot_serve_are_refused() -> None:
 
 
 def test_memory_is_known_before_anything_is_built() -> None:
-    memory = JaxEngine.memory_bytes(MODEL, SHAPE)
+    memory = engine_bytes(MODEL, SHAPE)
     weights = sum(int(np.prod(view.shape)) for view in views(MODEL)) * 4
     rows = (16 + 32) * 4  # 6 + 7 and 12 + 7, each rounded up to a multiple of 16
     assert memory == {"weights": 2 * weights, "cache": rows * 2 * MODEL.num_layers * 2 * 4 * 4 + 2 * 4 * 23}
+    device = jax.local_devices()[0]
+    lanes = [programs.new_state(MODEL, SHAPE, bucket, device) for bucket in SHAPE.prompt_buckets]
+    assert memory["cache"] == sum(leaf.nbytes for leaf in jax.tree.leaves(lanes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ from waypath.proto.errors import LocalError, ModelError, TaskError
 from waypath.proto.layout import Layout
 from waypath.workers.digest import digest_weights
 from waypath.workers.engines.service import RolloutService, compare_digests
-from waypath.workers.engines.source import PromptSource, open_model, trajectory_arrays
+from waypath.workers.engines.source import PromptSource, trajectory_arrays
 from waypath.workers.models import decoder
+from waypath.workers.models.open import open_model
 from waypath.workers.models.views import views
 from waypath.workers.service import Call, ServiceContext
 from waypath.workers.store import ObjectStore
+from waypath.workers.tasks.sort import SortTask
 from waypath.workers.transfer import PullStats, Transfer, Write
 
 T = TypeVar("T")
@@ -261,16 +264,80 @@ def test_an_engine_over_the_memory_limit_is_refused_before_it_is_built() -> None
     async def scenario(replica: Replica) -> None:
         config = CONFIG.to_json()
         config["inference"]["memory_limit_bytes"] = 1000
-        with pytest.raises(ModelError, match=r"the engine needs .* bytes .*memory_limit_bytes is 1,000"):
+        with pytest.raises(ModelError, match=r"bytes in each inference process .*memory_limit_bytes = 1,000"):
             replica.service.open(replica.call({"config": config}))
 
     with_replica(scenario)
 
 
+class Prompts(SortTask):
+    """The sort task, its prompts made by the test."""
+
+    def __init__(self, prompt: Callable[[dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.row_prompt = prompt
+
+    def prompt(self, row: dict[str, Any]) -> Any:
+        return self.row_prompt(row)
+
+
+def with_task(monkeypatch: pytest.MonkeyPatch, prompt: Callable[[dict[str, Any]], Any]) -> None:
+    monkeypatch.setattr("waypath.workers.engines.source.load_task", lambda *_: Prompts(prompt))
+
+
+def test_a_prompt_that_blocks_does_not_block_the_network_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_runs = threading.Event()
+
+    def prompt(row: dict[str, Any]) -> str:
+        assert loop_runs.wait(30), "the network loop stood still"
+        return f"{row['digits']}>"
+
+    with_task(monkeypatch, prompt)
+
+    async def scenario(replica: Replica) -> None:
+        await replica.open()
+        await replica.stage(0, seed=0)
+        await replica.commit(0)
+        generating = asyncio.create_task(replica.generate(0))
+        await asyncio.sleep(0.05)
+        loop_runs.set()
+        check_trajectory((await generating)[0], version=0)
+
+    with_replica(scenario)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (lambda row: row["n"], r"prompt\(row\) raised KeyError: 'n'"),
+        (lambda row: 7, r"prompt\(row\) returned int, expected text"),
+        (lambda row: "1x", "its prompt '1x' has 'x', which the tokenizer lacks"),
+        (lambda row: "", "its prompt has 0 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_names_task_and_row(
+    prompt: Callable[[dict[str, Any]], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_task(monkeypatch, prompt)
+    source = PromptSource(CONFIG, MODEL, TEXT, ())
+    with pytest.raises(TaskError, match=rf"task 'sort', train row '\d+': {message}"):
+        source.prompt(7, "train")
+
+
+def test_rows_that_cannot_be_used_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_task(monkeypatch, lambda row: "1")
+    monkeypatch.setattr(Prompts, "rows", lambda self, split: [{"prompt_id": "a", "n": {1}}])
+    with pytest.raises(TaskError, match=r"train row 'a': a row is a JSON object: .*set"):
+        PromptSource(CONFIG, MODEL, TEXT, ()).prompt(0, "train")
+    monkeypatch.setattr(Prompts, "rows", lambda self, split: {}["rows"])
+    with pytest.raises(TaskError, match=r"task 'sort': rows\('train'\) raised KeyError"):
+        PromptSource(CONFIG, MODEL, TEXT, ())
+
+
 def test_a_prompt_that_is_too_long_is_named() -> None:
     config = configs.load(CONFIG.to_json(), {"inference.prompt_buckets": [2, 3]})
     source = PromptSource(config, MODEL, TEXT, ())
-    with pytest.raises(TaskError, match=r"train row .* \(group 7\): its prompt has \d+ tokens, expected 1 to 3"):
+    with pytest.raises(TaskError, match=r"task 'sort', train row '\d+': its prompt has \d+ tokens, expected 1 to 3"):
         source.prompt(7, "train")
 
 

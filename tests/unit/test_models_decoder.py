@@ -12,11 +12,10 @@ import pytest
 from flax import nnx
 
 from waypath.proto.errors import ModelError
-from waypath.workers.models.config import ModelConfig
+from waypath.workers.models.config import ModelConfig, attention_length
 from waypath.workers.models.decoder import (
     Decoder,
     abstract_params,
-    attention_length,
     decode,
     forward,
     init_params,

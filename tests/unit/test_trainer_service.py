@@ -22,8 +22,8 @@ from waypath.proto.codecs import Bundle
 from waypath.proto.errors import CheckpointError, DeadlineError, LocalError, ModelError, TransferError
 from waypath.proto.layout import Layout
 from waypath.workers.digest import digest_box
-from waypath.workers.engines.source import open_model
 from waypath.workers.models import hf, tokenizer
+from waypath.workers.models.open import open_model
 from waypath.workers.models.views import views
 from waypath.workers.service import Call, ServiceContext
 from waypath.workers.store import ObjectStore
@@ -286,7 +286,7 @@ def test_calls_out_of_order_say_so(trainer: Callable[[], Trainer]) -> None:
 
 def test_a_model_over_the_memory_limit_is_refused_before_it_is_loaded(trainer: Callable[[], Trainer]) -> None:
     limited = {**RAW["trainer"], "memory_limit_bytes": 1000}  # type: ignore[dict-item]
-    with pytest.raises(ModelError, match=r"the trainer needs [\d,]+ bytes a device .*memory_limit_bytes is 1,000"):
+    with pytest.raises(ModelError, match=r"in each trainer process .*memory_limit_bytes = 1,000"):
         trainer().open(trainer=limited)
 
 

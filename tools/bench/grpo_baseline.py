@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,11 +24,13 @@ from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig, load, parse_override
 from waypath.workers.engines.jax_engine import JaxEngine
 from waypath.workers.engines.protocol import GroupRequest, GroupResult
-from waypath.workers.engines.source import Prompt, PromptSource, engine_shape, open_model, trajectory_arrays
+from waypath.workers.engines.shape import engine_shape
+from waypath.workers.engines.source import Prompt, PromptSource, trajectory_arrays
 from waypath.workers.mesh import build_mesh, param_shardings
 from waypath.workers.models import hf
 from waypath.workers.models.decoder import Params, init_params
-from waypath.workers.models.views import views
+from waypath.workers.models.open import open_model
+from waypath.workers.models.views import leaf_at, views
 from waypath.workers.tasks.base import Sample, load_task
 from waypath.workers.trainer.packing import collect_groups, pack_step
 from waypath.workers.trainer.service import build_program, learning_rate
@@ -100,10 +101,7 @@ class GrpoBaseline:
         """Copies the trainer's parameters into the engine as the current version."""
         self._engine.begin(self._version)
         for view in views(self._model):
-            leaf: Any = self._state.params
-            for key in view.path:
-                leaf = leaf[key]
-            whole = np.asarray(leaf)
+            whole = np.asarray(leaf_at(self._state.params, view.path))
             target = self._engine.stage_view(view.name, (0,) * len(view.shape), view.shape)
             np.copyto(target, whole if view.index is None else whole[view.index])
         self._engine.seal()

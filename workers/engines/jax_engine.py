@@ -25,7 +25,7 @@ import numpy as np
 
 from waypath.proto.errors import LocalError, UserError
 from waypath.workers.engines import programs
-from waypath.workers.engines.programs import AdmitInput, DecodeInput, EngineShape, LaneState
+from waypath.workers.engines.programs import AdmitInput, DecodeInput, LaneState
 from waypath.workers.engines.protocol import (
     Admission,
     Digests,
@@ -37,11 +37,11 @@ from waypath.workers.engines.protocol import (
     Staging,
 )
 from waypath.workers.engines.sampling import seed_key
+from waypath.workers.engines.shape import EngineShape
 from waypath.workers.engines.weights import Params, WeightStore
 from waypath.workers.models.config import ModelConfig
-from waypath.workers.models.decoder import abstract_params
 
-__all__ = ["EngineShape", "JaxEngine"]
+__all__ = ["JaxEngine"]
 
 Digester = Callable[[ModelConfig, Params], Digests]
 
@@ -125,13 +125,6 @@ class JaxEngine:
         self._sampled = 0
         self._steps = {"admit": 0, "decode": 0}
         self._seconds = 0.0
-
-    @staticmethod
-    def memory_bytes(config: ModelConfig, shape: EngineShape) -> dict[str, int]:
-        """What an engine will hold, without building it: bytes of both weight sets and of the lanes' state."""
-        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(config)))
-        lanes = sum(programs.state_bytes(config, shape, bucket) for bucket in shape.prompt_buckets)
-        return {"weights": 2 * weights, "cache": lanes}
 
     @property
     def version(self) -> int | None:

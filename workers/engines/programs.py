@@ -10,7 +10,6 @@ one, so that its cost follows the number of samples that are admitted while its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,46 +18,9 @@ from jax import lax
 from jax.stages import Compiled
 
 from waypath.workers.engines.sampling import sample, sample_keys
+from waypath.workers.engines.shape import EngineShape
 from waypath.workers.models import decoder
 from waypath.workers.models.config import ModelConfig
-
-# Prompts are prefilled this many tokens at a time (at least one prompt): enough rows to keep a matrix unit busy, few
-# enough that a group which arrives alone does not pay for many dead rows.
-PREFILL_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """Every number that decides a program's shape.
-
-    ``slots``: samples that decode together in a bucket. ``prompt_buckets``: prompt lengths are padded to the smallest
-    that holds them, ascending. ``max_new_tokens``: the longest completion. ``decode_steps``: tokens a decode step may draw per sample. ``group_size``: samples that most groups have
-    (others are served too, less efficiently).
-    """
-
-    slots: int
-    prompt_buckets: tuple[int, ...]
-    max_new_tokens: int
-    decode_steps: int
-    group_size: int = 8
-
-    def prompts(self, bucket: int) -> int:
-        """Prompts that are prefilled together."""
-        return max(1, min(self.slots // self.block, PREFILL_TOKENS // bucket))
-
-    @property
-    def block(self) -> int:
-        """Samples whose first tokens are drawn together."""
-        return min(self.group_size, self.slots)
-
-    @property
-    def entries(self) -> int:
-        """Samples that one admission can hold: ``slots``, rounded up to whole blocks."""
-        return -(-self.slots // self.block) * self.block
-
-    def cache_length(self, bucket: int) -> int:
-        """Cache entries of a row: bucket + max_new_tokens, rounded up to what attention runs over."""
-        return decoder.attention_length(bucket + self.max_new_tokens)
 
 
 class LaneState(NamedTuple):
@@ -191,11 +153,6 @@ def new_state(config: ModelConfig, shape: EngineShape, bucket: int, device: jax.
     """An empty lane: zeros, no stop tokens."""
     with jax.default_device(device):
         return LaneState(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in _state_shape(config, shape, bucket)))
-
-
-def state_bytes(config: ModelConfig, shape: EngineShape, bucket: int) -> int:
-    """Device bytes of a lane's state."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in _state_shape(config, shape, bucket))
 
 
 def compile_lane(config: ModelConfig, shape: EngineShape, bucket: int, device: jax.Device) -> tuple[Compiled, Compiled]:

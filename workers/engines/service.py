@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,18 @@ import numpy as np
 from waypath.proto import config as configs
 from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import LocalError, ModelError
+from waypath.proto.errors import LocalError
 from waypath.proto.layout import Layout, Shard, TensorLayout
 from waypath.workers.digest import digest_weights
 from waypath.workers.engines.driver import EngineDriver
 from waypath.workers.engines.gate import VersionGate
 from waypath.workers.engines.jax_engine import JaxEngine
 from waypath.workers.engines.protocol import Digests, EngineProtocol, GroupRequest, GroupResult
-from waypath.workers.engines.source import PromptSource, engine_shape, open_model, trajectory_arrays
+from waypath.workers.engines.shape import engine_shape
+from waypath.workers.engines.source import PromptSource, trajectory_arrays
+from waypath.workers.memory import check_memory, engine_bytes
 from waypath.workers.models.config import ModelConfig
+from waypath.workers.models.open import open_model
 from waypath.workers.models.views import views
 from waypath.workers.service import Call, ServiceContext, method, service
 
@@ -39,6 +43,7 @@ class _Opened:
 
     config: RunConfig
     prompts: PromptSource
+    prompt_thread: ThreadPoolExecutor  # a task's `prompt` is user code, which may block
     engine: EngineProtocol
     driver: EngineDriver
     gate: VersionGate
@@ -61,14 +66,14 @@ class RolloutService:
         ModelError where the engine would hold more than inference.memory_limit_bytes; what the model directory, the
         task and the engine raise passes through.
         """
-        self._run = None
+        self.close()
         config = configs.parse(call.options["config"])
         call.activity("reading the model's configuration and the task")
         model, text = open_model(config)
         prompts = PromptSource(config, model, text, self._context.allow_import)
         shape = engine_shape(config)
-        memory = JaxEngine.memory_bytes(model, shape)
-        _check_memory(memory, config.inference.memory_limit_bytes)
+        memory = engine_bytes(model, shape)
+        check_memory("inference", memory, config.inference.memory_limit_bytes)
         call.activity(f"compiling the engine for {shape.slots} slots, prompt buckets {list(shape.prompt_buckets)}")
         with call.span("compile"):
             engine = JaxEngine(model, shape, digest_weights, jax.local_devices()[0])
@@ -76,6 +81,7 @@ class RolloutService:
         self._run = _Opened(
             config=config,
             prompts=prompts,
+            prompt_thread=ThreadPoolExecutor(1, thread_name_prefix="prompt"),
             engine=engine,
             driver=EngineDriver(engine, context.loop, context.submit_jax),
             gate=VersionGate(context.worker),
@@ -96,23 +102,24 @@ class RolloutService:
         Options: offset, split ("train" or "eval"), greedy, group_size; arguments: step, first_group_id, version.
         Waits for the version; DeadlineError says what this replica serves instead. Returns the trajectory bundle
         (arrays of `source.trajectory_arrays`; meta group_id, prompt_id, row, prompt, completions, finish_reasons,
-        step) and reports tokens (sampled) and seconds. TaskError for a prompt that does not fit.
+        step) and reports tokens (sampled) and seconds. TaskError for a prompt that does not fit or cannot be made.
         """
         run, options = self._opened("generate"), call.options
         group_id = int(options["first_group_id"]) + int(options.get("offset", 0))
         split = options.get("split", "train")
         version = int(options["version"])
-        prompt = run.prompts.prompt(group_id, split)
-        request = GroupRequest(
-            group_id=group_id,
-            prompt_ids=prompt.ids,
-            n=int(options.get("group_size", run.config.algorithm.group_size)),
-            seed=run.config.seed,
-            sampling=run.prompts.sampling(bool(options.get("greedy", False))),
-            version=version,
-        )
         call.activity(f"group {group_id} waits for policy version {version}: {run.gate.state()}")
         async with run.gate.holding(version, call.deadline, f"group {group_id}"):
+            call.activity(f"making the prompt of group {group_id}")
+            prompt = await self._context.loop.run_in_executor(run.prompt_thread, run.prompts.prompt, group_id, split)
+            request = GroupRequest(
+                group_id=group_id,
+                prompt_ids=prompt.ids,
+                n=int(options.get("group_size", run.config.algorithm.group_size)),
+                seed=run.config.seed,
+                sampling=run.prompts.sampling(bool(options.get("greedy", False))),
+                version=version,
+            )
             call.activity(f"sampling group {group_id} from policy version {version}")
             with call.span("eval" if split == "eval" else "rollout"):
                 result = await run.driver.sample(request)
@@ -197,6 +204,12 @@ class RolloutService:
         await run.driver.on_engine(run.engine.abort)
         run.gate.staged = None
 
+    def close(self) -> None:
+        """Forget the run. A `prompt` that still blocks is left behind on its thread."""
+        if self._run is not None:
+            self._run.prompt_thread.shutdown(wait=False, cancel_futures=True)
+            self._run = None
+
     def _opened(self, what: str) -> _Opened:
         if self._run is None:
             raise LocalError(f"rollout.{what} before rollout.open on {self._context.worker}")
@@ -247,13 +260,3 @@ def _check_finite(result: GroupResult) -> None:
                 "weights are not finite, or nearly so",
                 remedy="Lower optimizer.learning_rate, or resume from an earlier checkpoint",
             )
-
-
-def _check_memory(memory: Mapping[str, int], limit: int) -> None:
-    need = sum(memory.values())
-    if limit and need > limit:
-        parts = ", ".join(f"{name} {size:,}" for name, size in memory.items())
-        raise ModelError(
-            f"the engine needs {need:,} bytes ({parts}), inference.memory_limit_bytes is {limit:,}",
-            remedy="Use a smaller model, fewer inference.slots, or a higher limit",
-        )

@@ -1,60 +1,26 @@
-"""From a run's configuration to what a rollout worker samples with: model, tokenizer, prompts and shapes.
+"""From a run's configuration to what a rollout worker samples: prompts, and how their completions are drawn and read.
 
-Owns the reading of the `model`, `task`, `sampling` and `inference` sections on the engine's side, and the text of a
-completion. Must not know engines' insides, versions or the network. Called by the rollout service.
+Owns the reading of the `task` and `sampling` sections on the engine's side, the call of a task's `prompt`, and the text of
+a completion. Must not know jax, engines' insides, versions or the network. Called by the rollout service, on one thread at
+a time, and by the launcher, which makes the prompts of a built-in task before it starts a process.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from waypath.proto import codecs
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import TaskError
-from waypath.workers.engines.programs import EngineShape
 from waypath.workers.engines.protocol import FinishReason, SamplingParams
-from waypath.workers.models import hf, tokenizer
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.tokenizer import TextTokenizer
 from waypath.workers.tasks.base import PromptStream, Row, Task, load_task
-
-
-def open_model(config: RunConfig) -> tuple[ModelConfig, TextTokenizer]:
-    """The model's configuration and its tokenizer; no weights are read. ModelError where the directory is not usable."""
-    if config.model.path is not None:
-        return hf.load_config(config.model.path), tokenizer.load(config.model.path)
-    random = config.model.random
-    if random is None:
-        raise ValueError("model has neither a path nor [model.random]")
-    text = tokenizer.char_text_tokenizer(random.alphabet)
-    model = ModelConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=random.hidden_size,
-        intermediate_size=random.intermediate_size,
-        num_layers=random.num_layers,
-        num_heads=random.num_heads,
-        num_kv_heads=random.num_kv_heads,
-        head_dim=random.head_dim,
-        rope_theta=random.rope_theta,
-        qk_norm=random.qk_norm,
-        tie_embeddings=random.tie_embeddings,
-        eos_token_ids=text.eos_ids,
-    )
-    return model, text
-
-
-def engine_shape(config: RunConfig) -> EngineShape:
-    """The engine's fixed shapes."""
-    return EngineShape(
-        slots=config.inference.slots,
-        prompt_buckets=tuple(sorted(set(config.inference.prompt_buckets))),
-        max_new_tokens=config.sampling.max_new_tokens,
-        decode_steps=config.inference.decode_steps,
-        group_size=config.algorithm.group_size,
-    )
 
 
 @dataclass(frozen=True)
@@ -70,14 +36,20 @@ class PromptSource:
     """Prompts of a run by group id, and how their completions are sampled and read."""
 
     def __init__(self, config: RunConfig, model: ModelConfig, text: TextTokenizer, allow_import: Sequence[str]) -> None:
-        self._task: Task = load_task(config.task.name, config.task.options, allow_import)
-        self._rows = {"train": self._task.rows("train"), "eval": self._task.rows("eval")}
+        self._name = config.task.name
+        self._task: Task = load_task(self._name, config.task.options, allow_import)
+        self._rows = {"train": self._split("train"), "eval": self._split("eval")}
         self._stream = PromptStream(len(self._rows["train"]), config.seed)
         self._text = text
         self._longest = max(config.inference.prompt_buckets)
         self._sampling = config.sampling
         mask = text.stop_token_mask(config.sampling.stop, model.vocab_size)
         self._stop_ids = frozenset(int(token) for token in np.flatnonzero(mask))
+
+    @property
+    def task(self) -> Task:
+        """The run's task."""
+        return self._task
 
     def rows(self, split: Literal["train", "eval"]) -> int:
         """How many rows a split has."""
@@ -90,21 +62,55 @@ class PromptSource:
     def prompt(self, group_id: int, split: Literal["train", "eval"]) -> Prompt:
         """The prompt of a group: of the train split in the stream's order, of the eval split in the rows' own.
 
-        TaskError names the row of a prompt that is empty or longer than the largest prompt bucket.
+        Calls user code, which may block. TaskError names the row; see `row_prompt`.
         """
         rows = self._rows[split]
         if split == "eval" and group_id >= len(rows):
             raise TaskError(f"eval prompt {group_id}: the task has {len(rows)} eval rows")
-        row = dict(rows[self._stream.row_index(group_id) if split == "train" else group_id])
-        text = self._task.prompt(row)
+        return self.row_prompt(self._stream.row_index(group_id) if split == "train" else group_id, split)
+
+    def row_prompt(self, index: int, split: Literal["train", "eval"]) -> Prompt:
+        """The prompt of a row.
+
+        TaskError names task and row where the task's `prompt` raises or returns no text, where the row is not JSON, and
+        where the prompt is empty, longer than the largest prompt bucket, or has a character that the tokenizer lacks.
+        """
+        row = dict(self._rows[split][index])
+        where = f"task {self._name!r}, {split} row {row.get('prompt_id')!r}"
+        try:
+            codecs.dump_json(row)
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"{where}: a row is a JSON object: {error}") from error
+        try:
+            text = self._task.prompt(row)
+        except Exception as error:  # user code may raise anything
+            raise TaskError(
+                f"{where}: prompt(row) raised {type(error).__name__}: {error}", remote_traceback=traceback.format_exc()
+            ) from error
+        if not isinstance(text, str):
+            raise TaskError(f"{where}: prompt(row) returned {type(text).__name__}, expected text")
         ids = tuple(self._text.encode(text))
         if not 0 < len(ids) <= self._longest:
             raise TaskError(
-                f"{split} row {row.get('prompt_id')!r} (group {group_id}): its prompt has {len(ids)} tokens, expected "
-                f"1 to {self._longest}, the largest of inference.prompt_buckets",
+                f"{where}: its prompt has {len(ids)} tokens, expected 1 to {self._longest}, the largest of "
+                "inference.prompt_buckets",
                 remedy="Shorten the prompt or raise inference.prompt_buckets and trainer.sequence_tokens",
             )
+        if lacking := self._text.unknown(text):
+            raise TaskError(
+                f"{where}: its prompt {text!r} has {lacking!r}, which the tokenizer lacks",
+                remedy="Add it to model.random.alphabet",
+            )
         return Prompt(row, text, ids)
+
+    def _split(self, split: Literal["train", "eval"]) -> Sequence[Row]:
+        try:
+            return self._task.rows(split)
+        except Exception as error:  # user code may raise anything
+            raise TaskError(
+                f"task {self._name!r}: rows({split!r}) raised {type(error).__name__}: {error}",
+                remote_traceback=traceback.format_exc(),
+            ) from error
 
     def completion(self, ids: Sequence[int], reason: FinishReason) -> str:
         """The text of a completion without what stopped it: EOS, or the stop character and what follows in its token."""

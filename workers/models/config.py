@@ -24,6 +24,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+ATTENTION_COLUMNS = 16  # see decoder.py
+
+
+def attention_length(tokens: int) -> int:
+    """Columns that attention over ``tokens`` tokens runs over; what a cache that holds them should have."""
+    return -(-tokens // ATTENTION_COLUMNS) * ATTENTION_COLUMNS
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a Llama-family decoder; hashable, so it can be a static argument of ``jax.jit``.

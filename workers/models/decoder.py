@@ -8,7 +8,7 @@ Parameters are a nested dict of arrays, the pure-dict state of :class:`Decoder` 
 layers are stacked and walked by ``lax.scan``: on CPU a decode step with scan was as fast as an unrolled one and
 compiled ten times faster. The arrays' dtype is the compute dtype; norms, attention weights and logits are float32.
 
-Attention runs over a multiple of ``ATTENTION_COLUMNS`` columns (masked): there XLA:CPU's kernels give a row the same bits
+Attention runs over a multiple of ``config.ATTENTION_COLUMNS`` columns (masked): there XLA:CPU's kernels give a row the same bits
 whether it is the one query of ``decode`` or one among many (measured for SmolLM2's heads), so that an engine's log-probs
 and a trainer's differ by less than 4e-6 over 30 layers; at 21 columns they differed by up to 9e-5.
 
@@ -26,16 +26,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from waypath.workers.models.config import ModelConfig
+from waypath.workers.models.config import ModelConfig, attention_length
 from waypath.workers.models.views import Leaf, leaves
 
 Params = dict[str, Any]
-ATTENTION_COLUMNS = 16
-
-
-def attention_length(tokens: int) -> int:
-    """Columns that attention over ``tokens`` tokens runs over; what a cache that holds them should have."""
-    return -(-tokens // ATTENTION_COLUMNS) * ATTENTION_COLUMNS
 
 
 def tree_of(config: ModelConfig, make: Any) -> Params:

@@ -1,8 +1,8 @@
 """Reads a Hugging Face model directory straight into sharded jax arrays.
 
-Each process reads only the bytes of the shards that its devices hold (the files are memory-mapped). Owns the match
-between a checkpoint's tensors and the decoder's leaves; knows nothing of training or engines; called when a slice is
-opened. Writing is ``hf_save.py``; headers are ``proto/hf_checkpoint.py``.
+Each process reads only the bytes of the shards that its devices hold (the files are memory-mapped). Knows
+nothing of training or engines; called when a slice is opened. Writing is ``hf_save.py``; headers are
+``proto/hf_checkpoint.py``; what is checked before anything is read is ``open.py``.
 """
 
 from __future__ import annotations
@@ -15,48 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from waypath.proto.errors import ModelError
-from waypath.proto.hf_checkpoint import CheckpointInfo, TensorInfo, inspect
+from waypath.proto.hf_checkpoint import TensorInfo, inspect
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params, tree_of
 from waypath.workers.models.hf_save import save_hf
-from waypath.workers.models.views import Leaf, views
+from waypath.workers.models.open import check_tensors, load_config
+from waypath.workers.models.views import Leaf, leaf_at
 
-__all__ = ["check_tensors", "load_config", "load_params", "save_hf"]
+__all__ = ["load_config", "load_params", "save_hf"]
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.dtype(jnp.bfloat16)}
-
-
-def load_config(directory: str | Path) -> ModelConfig:
-    """The configuration of the model in ``directory``. Raises ModelError (see ``inspect``, ``ModelConfig.from_hf``)."""
-    return ModelConfig.from_hf(inspect(directory).config)
-
-
-def check_tensors(info: CheckpointInfo, config: ModelConfig) -> None:
-    """Raise ModelError unless the checkpoint's tensors are exactly the decoder's, in name, shape and a float dtype.
-
-    A stored copy of a tied head and RoPE buffers of old checkpoints are passed over.
-    """
-    expected = {view.name: view.shape for view in views(config)}
-    passed = {name for name in info.tensors if name.endswith(".rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        passed.add("lm_head.weight")
-    missing = sorted(set(expected) - set(info.tensors))
-    extra = sorted(set(info.tensors) - set(expected) - passed)
-    problems = []
-    if missing:
-        problems.append(f"missing tensors: {_some(missing)}")
-    if extra:
-        problems.append(f"unexpected tensors: {_some(extra)}")
-    for name in sorted(set(expected) & set(info.tensors)):
-        tensor = info.tensors[name]
-        if tensor.shape != expected[name]:
-            problems.append(f"{name}: expected shape {list(expected[name])}, found {list(tensor.shape)}")
-        elif tensor.dtype not in _DTYPES:
-            problems.append(f"{name}: expected dtype F32, F16 or BF16, found {tensor.dtype}")
-    if problems:
-        hint = "Is tie_word_embeddings right in config.json?" if missing == ["lm_head.weight"] else ""
-        raise ModelError(f"{info.directory}: {'; '.join(problems[:8])}", remedy=hint)
 
 
 def load_params(
@@ -72,9 +40,7 @@ def load_params(
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def load(leaf: Leaf) -> jax.Array:
-        sharding: Any = single if shardings is None else shardings
-        for key in leaf.path if shardings is not None else ():
-            sharding = sharding[key]
+        sharding = single if shardings is None else leaf_at(shardings, leaf.path)
         return _load_leaf(leaf, info.tensors, sharding, dtype)
 
     return tree_of(config, load)
@@ -111,7 +77,3 @@ def _read_box(
 def _mapped(tensor: TensorInfo) -> np.ndarray[Any, Any]:
     """The tensor as a read-only view of its file."""
     return np.memmap(tensor.file, _DTYPES[tensor.dtype], mode="r", offset=tensor.start, shape=tensor.shape)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

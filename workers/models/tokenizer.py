@@ -18,16 +18,20 @@ from tokenizers import Tokenizer, decoders, models
 from waypath.proto.errors import ConfigError, ModelError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-EOS_ID = 1
+EOS_ID, UNKNOWN_ID = 1, 2
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer with its end-of-sequence ids. ``directory`` holds the files it came from, if any."""
+    """A tokenizer with its end-of-sequence ids. ``directory`` holds the files it came from, if any.
+
+    ``unknown_id``: what a character outside the alphabet of a character tokenizer becomes; text with one is refused.
+    """
 
     inner: Tokenizer
     eos_ids: tuple[int, ...]
     directory: Path | None = None
+    unknown_id: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -37,6 +41,12 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, no special token added; a special token spelled out in the text becomes its id."""
         return list(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def unknown(self, text: str) -> str:
+        """The characters of ``text`` that the alphabet lacks, each once; "" for a tokenizer that has no alphabet."""
+        if self.unknown_id is None or self.unknown_id not in self.encode(text):
+            return ""
+        return "".join(dict.fromkeys(c for c in text if self.unknown_id in self.encode(c)))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids`` without special tokens; incomplete UTF-8 becomes U+FFFD."""
@@ -48,14 +58,15 @@ class TextTokenizer:
         ``size`` is the model's vocabulary (default: the tokenizer's). Raises ConfigError for a stop string that is not
         one character and one token: whether a longer one has been sampled cannot be read off a single token.
         """
-        for text in stop:
-            if len(text) != 1 or len(self.encode(text)) != 1:
-                raise ConfigError(f"sampling.stop: {text!r} is not one character that is one token")
         mask = np.zeros(self.vocab_size if size is None else size, bool)
         count = min(len(mask), self.vocab_size)
         if stop:
             texts = self.inner.decode_batch([[i] for i in range(count)], skip_special_tokens=True)
             mask[:count] = [any(character in text for character in stop) for text in texts]
+        for text in stop:
+            ids = self.encode(text)
+            if len(text) != 1 or len(ids) != 1 or not mask[ids[0]]:
+                raise ConfigError(f"sampling.stop: {text!r} is not one character that is one token")
         mask[[i for i in self.eos_ids if i < len(mask)]] = True
         return mask
 
@@ -117,4 +128,4 @@ def char_tokenizer(alphabet: str) -> Tokenizer:
 def char_text_tokenizer(alphabet: str) -> TextTokenizer:
     """:func:`char_tokenizer` with its EOS id, ready to use."""
     inner = char_tokenizer(alphabet)
-    return TextTokenizer(inner, (EOS_ID,))
+    return TextTokenizer(inner, (EOS_ID,), unknown_id=UNKNOWN_ID)

@@ -8,6 +8,7 @@ tensor is a leaf or ``leaf[layer]`` and nothing is ever transposed. Knows neithe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from waypath.workers.models.config import ModelConfig
 
@@ -73,6 +74,13 @@ def leaves(config: ModelConfig) -> list[Leaf]:
     if not config.tie_embeddings:
         table.append(Leaf(("lm_head",), (config.vocab_size, embed), ("vocab", "embed"), "lm_head.weight", False))
     return table
+
+
+def leaf_at(tree: Any, path: Path) -> Any:
+    """What a nested dict of the parameters' form holds at ``path``."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def views(config: ModelConfig) -> list[View]:

@@ -27,6 +27,7 @@ __all__ = [
     "Sample",
     "Split",
     "Task",
+    "demonstrating",
     "first_line",
     "import_attribute",
     "load_task",
@@ -79,6 +80,16 @@ class DemonstratingTask(Task, Protocol):
     """
 
     def demonstrations(self, rng: np.random.Generator, n: int) -> list[tuple[str, str]]: ...
+
+
+def demonstrating(task: Task, steps: int) -> DemonstratingTask:
+    """The task, which a warm start of `steps` steps needs demonstrations of; TaskError where it has none."""
+    if not isinstance(task, DemonstratingTask):
+        raise TaskError(
+            f"warm_start.steps = {steps}: {type(task).__name__} has no demonstrations(rng, n)",
+            remedy="give the task that method, or set warm_start.steps = 0",
+        )
+    return task
 
 
 def first_line(completion: str) -> str:

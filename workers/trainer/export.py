@@ -23,7 +23,7 @@ from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
 from waypath.workers.models.hf import save_hf
 from waypath.workers.models.tokenizer import TextTokenizer
-from waypath.workers.models.views import views
+from waypath.workers.models.views import leaf_at, views
 
 HostArray = np.ndarray[Any, Any]
 
@@ -59,9 +59,7 @@ def canonical_tensors(model: ModelConfig, mesh: Mesh, params: Params) -> Iterato
     layer = jax.jit(partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False), out_shardings=whole)
     leaf = jax.jit(lambda array: array, out_shardings=whole)
     for view in views(model):
-        array: Any = params
-        for key in view.path:
-            array = array[key]
+        array = leaf_at(params, view.path)
         gathered = leaf(array) if view.index is None else layer(array, np.int32(view.index))
         yield view.name, np.asarray(gathered.addressable_data(0))
 

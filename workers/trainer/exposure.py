@@ -28,7 +28,7 @@ from waypath.proto.layout import Layout, Shard, TensorLayout
 from waypath.workers.digest import digest_weights
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
-from waypath.workers.models.views import View, views
+from waypath.workers.models.views import View, leaf_at, views
 from waypath.workers.service import ServiceContext
 from waypath.workers.store import ExposedTensor, object_id
 
@@ -65,7 +65,7 @@ class Exposures:
         tensors = {
             view.name: ExposedTensor(view.shape, str(leaf.dtype), _boxes(leaf, view))
             for view in views(model)
-            for leaf in [_leaf(params, view)]
+            for leaf in [leaf_at(params, view.path)]
         }
         bundle = Bundle(
             meta={"tensors": list(digests), "version": version},
@@ -140,20 +140,13 @@ def local_layout(model: ModelConfig, params: Params, worker: str) -> Layout:
     order = {device: i for i, device in enumerate(jax.local_devices())}
     tensors = {}
     for view in views(model):
-        leaf = _leaf(params, view)
+        leaf = leaf_at(params, view.path)
         shards = []
         for shard in leaf.addressable_shards:
             lower, upper = _box(shard.index, view)
             shards.append(Shard(worker, order[shard.device], lower, upper))
         tensors[view.name] = TensorLayout(view.name, view.shape, str(leaf.dtype), tuple(shards))
     return Layout(tensors)
-
-
-def _leaf(params: Params, view: View) -> Any:
-    found: Any = params
-    for key in view.path:
-        found = found[key]
-    return found
 
 
 def _box(index: tuple[slice, ...], view: View) -> tuple[tuple[int, ...], tuple[int, ...]]:

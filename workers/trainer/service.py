@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,23 +22,24 @@ from jax.sharding import Mesh
 from waypath.proto import config as configs
 from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import CheckpointError, LocalError, ModelError
-from waypath.workers.engines.source import open_model
+from waypath.proto.errors import CheckpointError, LocalError
+from waypath.workers.memory import check_memory, trainer_bytes
 from waypath.workers.mesh import build_mesh
 from waypath.workers.models.config import ModelConfig
-from waypath.workers.models.decoder import abstract_params, init_params
+from waypath.workers.models.decoder import init_params
 from waypath.workers.models.hf import load_params
+from waypath.workers.models.open import open_model
 from waypath.workers.models.tokenizer import TextTokenizer
 from waypath.workers.service import Call, ServiceContext, method, service
 from waypath.workers.tasks.base import load_task
 from waypath.workers.trainer.checkpoint import Checkpoints, Counters
 from waypath.workers.trainer.export import export
 from waypath.workers.trainer.exposure import Exposures, local_layout
-from waypath.workers.trainer.packing import PackedStep, PackShape, Update, collect_groups, pack_step
+from waypath.workers.trainer.packing import MicroBatches, PackedStep, PackShape, collect_groups, pack_step
 from waypath.workers.trainer.step import AdamW, Objective, TrainState, UpdateProgram
 from waypath.workers.trainer.warm_start import supervised_batches
 
-__all__ = ["TrainerService", "fingerprint", "memory_bytes"]
+__all__ = ["TrainerService", "fingerprint"]
 
 
 @dataclass
@@ -89,8 +89,8 @@ class TrainerService:
         call.activity("reading the model's configuration")
         model, text = open_model(config)
         mesh = build_mesh({str(axis): size for axis, size in config.trainer.mesh.items()})
-        memory = memory_bytes(model, mesh)
-        _check_memory(memory, config.trainer.memory_limit_bytes)
+        memory = trainer_bytes(model, mesh.shape["fsdp"])
+        check_memory("trainer", memory, config.trainer.memory_limit_bytes)
         call.activity(f"compiling the update for micro-batches of {config.trainer.micro_batch_rows} rows")
         with call.span("compile"):
             program = build_program(config, model, mesh)
@@ -144,7 +144,7 @@ class TrainerService:
             for step, (batch, scored) in enumerate(batches):
                 call.activity(f"warm start, step {step} of {settings.steps}")
                 objective = Objective(scored, settings.learning_rate, supervised=True)
-                losses.append(self._update(run, Update(batch, scored, batch.count), objective)["loss"])
+                losses.append(self._update(run, batch, objective)["loss"])
         run.state = run.program.init(run.held().params)
         call.report(loss=losses[-1], first_loss=losses[0], steps=len(losses))
 
@@ -173,7 +173,7 @@ class TrainerService:
             for update in packed.updates:
                 rate = learning_rate(run.config, run.counters.optimizer_step)
                 temperature = run.config.sampling.temperature
-                found.append(self._update(run, update, Objective(update.denominator, rate, temperature)))
+                found.append(self._update(run, update.batches, Objective(update.denominator, rate, temperature)))
                 run.counters = replace(run.counters, optimizer_step=run.counters.optimizer_step + 1)
             run.counters = replace(run.counters, step=step + 1, policy_version=step + 1)
         call.report(**packed.metrics, **merge_metrics(found), optimizer_step=run.counters.optimizer_step)
@@ -256,9 +256,9 @@ class TrainerService:
             max_staleness=settings.max_staleness,
         )
 
-    def _update(self, run: _Opened, update: Update, objective: Objective) -> dict[str, float]:
+    def _update(self, run: _Opened, batches: MicroBatches, objective: Objective) -> dict[str, float]:
         state, run.state = run.held(), None
-        run.state, metrics = run.program.run(state, update.batches, objective)
+        run.state, metrics = run.program.run(state, batches, objective)
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             run.state = None
             raise LocalError(
@@ -308,17 +308,6 @@ def merge_metrics(found: list[dict[str, float]]) -> dict[str, float]:
     return merged | {key: found[0][key] for key in ("logprob_diff_mean", "logprob_diff_max")}
 
 
-def memory_bytes(model: ModelConfig, mesh: Mesh) -> dict[str, int]:
-    """Bytes that one device needs for an update, by what for: activations are not counted."""
-    whole = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model)))
-    return {
-        "parameters": whole // mesh.shape["fsdp"],
-        "optimizer": 2 * whole // mesh.shape["fsdp"],
-        "gathered_parameters": whole,
-        "gradients": 2 * whole,
-    }
-
-
 def fingerprint(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """What the bits of a run depend on beside its config and seed; `id` is short and equal where all of it is."""
     parts: dict[str, Any] = {
@@ -344,13 +333,3 @@ def _initial_params(config: RunConfig, model: ModelConfig, program: UpdateProgra
         jax.random.key(config.seed)
     )
     return made
-
-
-def _check_memory(memory: Mapping[str, int], limit: int) -> None:
-    need = sum(memory.values())
-    if limit and need > limit:
-        parts = ", ".join(f"{name} {size:,}" for name, size in memory.items())
-        raise ModelError(
-            f"the trainer needs {need:,} bytes a device ({parts}), trainer.memory_limit_bytes is {limit:,}",
-            remedy="use a smaller model, a wider fsdp axis, or a higher limit",
-        )
