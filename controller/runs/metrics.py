@@ -66,4 +66,5 @@ def line(
     values["optimizer_step"] = trained.get("optimizer_step")
     values["trained_rows"] = trained.get("trained_rows")
     values["overhead_s"] = max(0.0, step_s - union_s(s for found in phases.values() for s in found))
+    values.update((f"reward/{name}", value) for name, value in trained.get("reward_metrics", {}).items())
     return values

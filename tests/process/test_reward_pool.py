@@ -29,6 +29,9 @@ import numpy as np
 def good(samples, scale=1.0):
     return [{"reward": scale * len(s.completion), "group": s.group_id} for s in samples]
 
+def clashes(samples):
+    return [{**score, "step": -1.0} for score in good(samples)]
+
 def whoami(samples):
     return [os.getpid()] * len(samples)
 
@@ -296,7 +299,7 @@ def test_service_scores_a_trajectory_bundle(service: Any) -> None:
     np.testing.assert_array_equal(bundle.arrays["reward"], np.array([1, 0], np.float32), strict=True)
     assert [span.name for span in scored.spans] == ["reward"] and scored.result == {"reward_sum": 1.0}
 
-    service.open(call(config={"task": {"name": "sort"}, "reward": {"function": "user_rewards:good"}}))
+    service.open(call(config={"task": {"name": "sort"}, "reward": {"function": "user_rewards:clashes"}}))
     shown = call(None, trajectory(), offset=1, samples=2)
     bundle = asyncio.run(service.score(shown))
     (sample,) = shown.result["samples"]
@@ -308,9 +311,11 @@ def test_service_scores_a_trajectory_bundle(service: Any) -> None:
         "completion": "01347",
         "finish_reason": "stop",
         "reward": 5.0,
-        "group": 9.0,
+        "metrics": {"group": 9.0, "step": -1.0},
     }
-    assert bundle.meta["metrics"] == {"group": [9.0, 9.0]} and bundle.arrays["reward"].tolist() == [5.0, 1.0]
+    assert bundle.meta["metrics"] == {"group": [9.0, 9.0], "step": [-1.0, -1.0]} and bundle.arrays[
+        "reward"
+    ].tolist() == [5.0, 1.0]
 
 
 def test_service_never_loads_jax(module: str) -> None:

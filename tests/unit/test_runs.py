@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,9 @@ def test_union_counts_overlaps_once() -> None:
 
 
 def test_metrics_line_has_every_stable_key_and_the_right_spans() -> None:
-    trained = dict.fromkeys(metrics.TRAINER_KEYS, 0.5) | {"tokens": 300, "optimizer_step": 7, "trained_rows": 4}
+    trained: dict[str, Any] = dict.fromkeys(metrics.TRAINER_KEYS, 0.5)
+    trained |= {"tokens": 300, "optimizer_step": 7, "trained_rows": 4}
+    trained["reward_metrics"] = {"step": 0.25}
     spans = [
         PhaseSpan("inference-0", "rollout", 0, 2 * S),
         PhaseSpan("inference-1", "rollout", 1 * S, 3 * S),
@@ -68,6 +71,7 @@ def test_metrics_line_has_every_stable_key_and_the_right_spans() -> None:
     assert line["rollout_tokens_per_s"] == pytest.approx(100.0)
     assert line["overhead_s"] == pytest.approx(11.0 - 9.0)  # spans cover 0–4 and 5–10
     assert (line["policy_version"], line["egress_bytes"]) == (8, 60)
+    assert (line["step"], line["reward/step"]) == (7, 0.25)
 
 
 def test_resumed_files_drop_what_came_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:

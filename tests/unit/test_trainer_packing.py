@@ -73,6 +73,15 @@ def test_metrics_that_need_no_device() -> None:
     assert found["staleness_mean"] == pytest.approx(5 / 11)
 
 
+def test_other_numbers_of_the_reward_function_are_averaged_where_they_are() -> None:
+    scores = [score(8, [1.0, 0.0]), score(10, [0.0, 2.0]), score(9, [1.0, 1.0])]
+    scores[0].meta["metrics"] = {"length": [1.0, 2.0], "step": [None, 5.0], "nobody": [None, None]}
+    scores[1].meta["metrics"] = {"length": [6.0, 7.0]}
+    packed = pack(GROUPS, scores)
+    assert packed.reward_metrics == {"length": 4.0, "step": 5.0}
+    assert packed.metrics == pack().metrics
+
+
 def test_the_last_micro_batch_is_padded_with_empty_rows() -> None:
     (update,) = pack(GROUPS, [score(8, [1.0, 0.0]), score(9, [0.0, 1.0]), score(10, [1.0, 1.0])]).updates
     assert update.batches.count == 2 and update.trained_rows == 4

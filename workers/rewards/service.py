@@ -99,5 +99,6 @@ def _shown(group: RewardGroup, index: int, score: Mapping[str, float]) -> dict[s
         "prompt": group.prompt[-SHOWN_CHARACTERS:],
         "completion": group.completions[index][:SHOWN_CHARACTERS],
         "finish_reason": group.finish_reasons[index],
-        **score,
+        "reward": score["reward"],
+        "metrics": {name: value for name, value in score.items() if name != "reward"},
     }

@@ -16,8 +16,8 @@ Example, R = 2: groups 8 (rewards 1, 0) and 9 (rewards 1, 1), one minibatch, 3 t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,10 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class Group:
-    """One group: its trajectories (see the trajectory bundle) and rewards float64 [n]."""
+    """One group: its trajectories (see the trajectory bundle) and rewards float64 [n].
+
+    `reward_metrics`: what else the reward function returned, by name: n numbers, None for a sample without it.
+    """
 
     group_id: int
     tokens: Int32
@@ -83,6 +86,7 @@ class Group:
     policy_version: Int32
     finish_reasons: list[str]
     rewards: Float64
+    reward_metrics: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,11 @@ class Update:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """A step ready for the device, and the metrics that need none."""
+    """A step ready for the device, and the metrics that need none; those of the reward function by their own names."""
 
     updates: list[Update]
     metrics: dict[str, float]
+    reward_metrics: dict[str, float]
 
 
 def collect_groups(trajectories: Sequence[Bundle], scores: Sequence[Bundle]) -> list[Group]:
@@ -111,7 +116,7 @@ def collect_groups(trajectories: Sequence[Bundle], scores: Sequence[Bundle]) -> 
 
     Raises RewardError for a reward that is not a finite number, LocalError for a group that is missing or doubled.
     """
-    rewards: dict[int, Any] = {int(bundle.meta["group_id"]): bundle.arrays["reward"] for bundle in scores}
+    rewards: dict[int, Bundle] = {int(bundle.meta["group_id"]): bundle for bundle in scores}
     ids = [int(bundle.meta["group_id"]) for bundle in trajectories]
     if len(set(ids)) != len(ids) or len(rewards) != len(scores) or set(ids) != set(rewards):
         raise LocalError(
@@ -130,7 +135,8 @@ def collect_groups(trajectories: Sequence[Bundle], scores: Sequence[Bundle]) -> 
                 behaviour_logp=arrays["behaviour_logp"],
                 policy_version=arrays["policy_version"],
                 finish_reasons=list(bundle.meta["finish_reasons"]),
-                rewards=check_rewards(rewards[group_id], group_id, len(arrays["length"])),
+                rewards=check_rewards(rewards[group_id].arrays["reward"], group_id, len(arrays["length"])),
+                reward_metrics=rewards[group_id].meta.get("metrics", {}),
             )
         )
     return groups
@@ -163,7 +169,7 @@ def pack_step(
         )
     metrics = host_metrics(groups, version, max_staleness)
     metrics["trained_rows"] = sum(update.trained_rows for update in updates)
-    return PackedStep(updates, metrics)
+    return PackedStep(updates, metrics, reward_metrics(groups))
 
 
 def _pack_update(groups: Sequence[Group], advantages: Sequence[Float64], shape: PackShape, probe: bool) -> Update:
@@ -230,6 +236,15 @@ def fill_row(
     batches.mask[at][: len(scored)] = 1.0
     batches.old_logp[at][: len(scored)] = old_logp
     batches.advantage[at] = advantage
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means of the reward function's other metrics, each over the samples of the step that have it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for name, values in group.reward_metrics.items():
+            found.setdefault(name, []).extend(value for value in values if value is not None)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items()) if values}
 
 
 def host_metrics(groups: Sequence[Group], version: int, max_staleness: int | None = None) -> dict[str, float]:

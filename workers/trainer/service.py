@@ -177,6 +177,7 @@ class TrainerService:
                 run.counters = replace(run.counters, optimizer_step=run.counters.optimizer_step + 1)
             run.counters = replace(run.counters, step=step + 1, policy_version=step + 1)
         call.report(**packed.metrics, **merge_metrics(found), optimizer_step=run.counters.optimizer_step)
+        call.report(reward_metrics=packed.reward_metrics)
 
     @method(lane="jax")
     def expose(self, call: Call) -> Bundle:
