@@ -34,6 +34,7 @@ DTYPES = frozenset(
     }
 )
 MAX_BUNDLE_BYTES = 1 << 30
+MAX_HEADER_BYTES = 7 << 20  # a header is one message: below proto.channel.MAX_MESSAGE_BYTES, with room for its envelope
 MAX_RESULT_BYTES = 256 << 10
 CHUNK_BYTES = 1 << 20
 
@@ -70,12 +71,19 @@ def load_json(text: str) -> dict[str, Any]:
 
 
 def header(bundle: Bundle) -> pb.BundleHeader:
-    """Returns the header of `bundle`; raises ProtocolError on a dtype that may not travel."""
+    """Returns the header of `bundle`; raises ProtocolError on a dtype that may not travel, and on meta or arrays too large to."""
     message = pb.BundleHeader(meta_json=dump_json(bundle.meta))
     for name, array in bundle.arrays.items():
         if array.dtype.name not in DTYPES:
             raise ProtocolError(f"array {name!r}: dtype {array.dtype.name} may not travel; allowed: {sorted(DTYPES)}")
         message.arrays.add(name=name, dtype=array.dtype.name, shape=array.shape, bytes=array.nbytes)
+    if message.ByteSize() > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"{message.ByteSize():,} bytes of meta {sorted(bundle.meta)}; at most {MAX_HEADER_BYTES:,} may travel",
+            remedy="return fewer or shorter texts a group",
+        )
+    if bundle.nbytes > MAX_BUNDLE_BYTES:
+        raise ProtocolError(f"{bundle.nbytes:,} bytes of arrays; at most {MAX_BUNDLE_BYTES:,} may travel")
     return message
 
 

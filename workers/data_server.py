@@ -22,7 +22,7 @@ import grpc
 from waypath.proto import channel as channels
 from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
-from waypath.proto.errors import LocalError, TransferError, WaypathError, trailer
+from waypath.proto.errors import LocalError, ProtocolError, TransferError, WaypathError, trailer
 from waypath.workers.store import ExposedTensor, ObjectStore, object_id
 from waypath.workers.wire import chunks, encode
 
@@ -70,7 +70,7 @@ class DataServer:
         if len(request.objects) > MAX_OBJECTS_PER_PULL:
             await _abort(
                 context,
-                TransferError(f"{len(request.objects)} objects asked for at once", where=request.puller),
+                ProtocolError(f"{len(request.objects)} objects asked for at once", where=request.puller),
             )
         waits = {
             asyncio.ensure_future(self._store.wait(object_id(o.execution_id, o.node_id))): o for o in request.objects
@@ -86,9 +86,11 @@ class DataServer:
                     if failure is not None:
                         await _abort(context, _about(name, failure))
                     bundle = wait.result()
-                    yield pb.PullChunk(
-                        header=pb.ObjectHeader(object=name, bundle=codecs.header(bundle), payload_bytes=bundle.nbytes)
-                    )
+                    try:
+                        header = codecs.header(bundle)
+                    except Exception as error:  # what cannot travel is this object's error, not the stream's
+                        await _abort(context, _about(name, error))
+                    yield pb.PullChunk(header=pb.ObjectHeader(object=name, bundle=header, payload_bytes=bundle.nbytes))
                     for data in codecs.payload(bundle):
                         yield pb.PullChunk(payload=pb.Payload(data=data, crc32c=google_crc32c.value(data)))
                         self.egress_bytes += len(data)

@@ -297,7 +297,7 @@ class Executions:
                 codecs.header(bundle)  # what cannot travel is this node's failure, not its consumers'
                 event.object_bytes = bundle.nbytes
                 self._context.store.put(name, bundle)
-            except Exception as raised:  # a result that is not JSON, a dtype that may not travel
+            except Exception as raised:  # a result that is not JSON, a dtype or a size that may not travel
                 outcome, error = "failed", raised
         if error is not None:
             event.error.CopyFrom(to_message(error, where))

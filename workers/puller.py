@@ -8,7 +8,8 @@ Theory of operation. `fetch` returns a future at once. Objects asked for in the 
 the same worker travel on one stream, in whatever order they become ready there. A stream that breaks (the
 peer died, or is not up yet) is dialled again after a pause or as soon as the peer table changes; the
 controller decides whether the object will come from elsewhere, and the caller then cancels this future and
-asks there. An object that the peer says it will never have fails its own future only.
+asks there. An object that the peer says it will never have, or that arrives damaged, fails its own future only; what would
+fail again in the same way (a message beyond the limits, an error of this code) fails all futures of its stream.
 """
 
 from __future__ import annotations
@@ -116,9 +117,15 @@ class ObjectPuller:
                 error: WaypathError = UnavailableError(f"{source} ended the stream early")
             except WaypathError as failed:
                 error = failed
-            refused = [fetch for fetch in wanted if fetch.object_id == error.where and not fetch.future.done()]
+            except Exception as raised:  # nobody awaits this task: whoever waits for the objects has to hear of it
+                error = ProtocolError(f"pull from {source}: {type(raised).__name__}: {raised}")
+                log.exception("pull from %s", source)
+            refused = [fetch for fetch in wanted if fetch.object_id == error.where] or (
+                wanted if isinstance(error, ProtocolError) else []
+            )
             for fetch in refused:
-                fetch.future.set_exception(error)
+                if not fetch.future.done():
+                    fetch.future.set_exception(error)
             if refused:
                 pause = FIRST_PAUSE_S
                 continue
@@ -146,6 +153,8 @@ class ObjectPuller:
                     if not fetch_of.future.done():
                         fetch_of.future.set_result(bundle)
         except grpc.RpcError as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise ProtocolError(f"pull from {source} at {address}: {error.details()}") from error
             raise from_rpc_error(error, f"pull from {source} at {address}") from error
         finally:
             messages.cancel()
@@ -161,23 +170,27 @@ async def _objects(messages: Any) -> AsyncGenerator[tuple[str, Bundle], None]:
     """Rebuild objects from a stream of chunks: a header, then its payload in one piece."""
     header: pb.ObjectHeader | None = None
     parts: list[bytes] = []
-    missing = 0
+    missing, name = 0, ""
     async for message in messages:
         if message.WhichOneof("kind") == "header":
             if missing:
-                raise ProtocolError(f"an object's header came {missing} bytes before the end of the one before")
+                raise ProtocolError(f"an object's header came {missing} bytes before the end", where=name)
             header, parts, missing = message.header, [], message.header.payload_bytes
+            name = object_id(header.object.execution_id, header.object.node_id)
             if not 0 <= missing <= codecs.MAX_BUNDLE_BYTES:
-                raise ProtocolError(f"an object of {missing} bytes; at most {codecs.MAX_BUNDLE_BYTES} may travel")
+                raise ProtocolError(f"{missing} bytes; at most {codecs.MAX_BUNDLE_BYTES} may travel", where=name)
         else:
             data = message.payload.data
             if header is None or not 0 < len(data) <= missing:
-                raise ProtocolError(f"{len(data)} payload bytes where {missing} are missing")
+                raise ProtocolError(f"{len(data)} payload bytes where {missing} are missing", where=name)
             if google_crc32c.value(data) != message.payload.crc32c:
-                raise ProtocolError("an object's chunk does not match its CRC32C")
+                raise ProtocolError("a chunk does not match its CRC32C", where=name)
             parts.append(data)
             missing -= len(data)
         if header is not None and not missing:
-            name = object_id(header.object.execution_id, header.object.node_id)
-            yield name, codecs.decode(header.bundle, parts)
+            try:
+                bundle = codecs.decode(header.bundle, parts)
+            except ProtocolError as error:
+                raise ProtocolError(error.message, where=name) from error
+            yield name, bundle
             header, parts = None, []

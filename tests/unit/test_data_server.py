@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from waypath.proto import channel, codecs
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import Bundle
-from waypath.proto.errors import ConfigError, NotFoundError, RewardError
+from waypath.proto.errors import ConfigError, NotFoundError, ProtocolError, RewardError
 from waypath.workers.data_server import DataServer
 from waypath.workers.peers import Peers
 from waypath.workers.puller import Fetch, ObjectPuller
 from waypath.workers.store import ObjectStore
 
 TOKEN = "a-token"
+NEVER_TWICE = itertools.count()
 
 
 @asynccontextmanager
@@ -78,6 +81,47 @@ def test_one_objects_error_does_not_touch_the_others() -> None:
                 await fetches[2].future
             store.put("e/late", bundle(3))
             assert (await fetches[3].future).meta == {"n": 3}
+
+    run(main())
+
+
+def test_an_object_that_cannot_travel_fails_and_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with pair() as (store, _, puller, _):
+            large, good = puller.fetch("e", "large", "a"), puller.fetch("e", "good", "a")
+            store.put("e/large", Bundle({"text": "x" * codecs.MAX_HEADER_BYTES}))
+            with pytest.raises(ProtocolError, match=r"e/large: .* bytes of meta \['text'\]; at most"):
+                await large.future
+            store.put("e/good", bundle(2))
+            assert (await good.future).meta == {"n": 2}
+
+            monkeypatch.setattr(codecs, "MAX_HEADER_BYTES", 1 << 30)  # a peer with other limits
+            store.put("e/larger", Bundle({"text": "x" * channel.MAX_MESSAGE_BYTES}))
+            with pytest.raises(ProtocolError, match="larger than max"):
+                await puller.fetch("e", "larger", "a").future
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            ("waypath.workers.puller.google_crc32c.value", lambda data: next(NEVER_TWICE)),
+            "e/n: a chunk does not match its CRC32C",
+        ),
+        (("waypath.proto.codecs.decode", lambda header, chunks: 1 / 0), "pull from a: ZeroDivisionError"),
+    ],
+)
+def test_a_damaged_object_and_a_fault_of_the_puller_reach_who_waits(
+    damage: tuple[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with pair() as (store, _, puller, _):
+            store.put("e/n", bundle(2))
+            monkeypatch.setattr(*damage)
+            with pytest.raises(ProtocolError, match=message):
+                await puller.fetch("e", "n", "a").future
 
     run(main())
 

@@ -58,6 +58,12 @@ def test_a_malformed_bundle_is_a_protocol_error(header: pb.BundleHeader, payload
 def test_objects_do_not_travel_and_results_are_bounded() -> None:
     with pytest.raises(errors.ProtocolError, match="object"):
         codecs.header(codecs.Bundle({}, {"x": np.array([None])}))
+    with pytest.raises(errors.ProtocolError, match=r"bytes of meta \['completions'\]; at most"):
+        codecs.header(codecs.Bundle({"completions": "y" * codecs.MAX_HEADER_BYTES}))
+    assert codecs.MAX_HEADER_BYTES < channel.MAX_MESSAGE_BYTES - (64 << 10)
+    huge = np.broadcast_to(np.zeros(1, np.uint8), (codecs.MAX_BUNDLE_BYTES + 1,))
+    with pytest.raises(errors.ProtocolError, match="bytes of arrays; at most"):
+        codecs.header(codecs.Bundle({}, {"x": huge}))
     with pytest.raises(errors.ProtocolError, match="control road"):
         codecs.dump_result({"x": "y" * codecs.MAX_RESULT_BYTES}, "node")
 
