@@ -39,7 +39,7 @@ __all__ = ["EXIT_OK", "EXIT_ORPHANED", "EXIT_REFUSED", "EXIT_STUCK", "Runtime", 
 
 EXIT_OK = 0
 EXIT_REFUSED = 2  # the controller will never take this worker; trying again does not help
-EXIT_ORPHANED = 69  # no controller
+EXIT_ORPHANED = 69  # no controller, or none that takes this name yet: trying again may help
 EXIT_STUCK = 70  # the JAX thread hangs, or the world is broken
 
 HEARTBEAT_S = 1.0
@@ -133,7 +133,7 @@ class Runtime:
                 patience = NAME_TAKEN_S if isinstance(error, NameTakenError) else self._grace_s
                 in_world = self._attached_at is not None and self._register.process_count > 1
                 if in_world or time.monotonic() - dialling_since >= patience:
-                    self.leave(EXIT_ORPHANED, f"no controller for {self._grace_s:g} s: {error}")
+                    self.leave(EXIT_ORPHANED, _why_alone(error, in_world, time.monotonic() - dialling_since))
                     return EXIT_ORPHANED
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -255,3 +255,12 @@ class Runtime:
                 self._status(beat)
                 self._outbox.put_nowait(pb.WorkerMessage(heartbeat=beat))
             await asyncio.sleep(HEARTBEAT_S)
+
+
+def _why_alone(error: WaypathError, in_world: bool, waited_s: float) -> str:
+    """Why a worker gives up on the controller, after how long."""
+    if in_world:
+        return f"lost the controller, and a world restarts as a whole: {error}"
+    if isinstance(error, NameTakenError):
+        return f"the controller still counts another worker of this name as alive, after {waited_s:.1f} s: {error}"
+    return f"no controller for {waited_s:.1f} s: {error}"

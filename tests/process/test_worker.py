@@ -246,7 +246,7 @@ def test_without_a_controller_or_with_a_wrong_token_it_leaves(tmp_path: Path) ->
             await up.controller.worker("orphan")
             await up.server.stop(0)
             assert await exit_code(orphan) == 69
-            assert "no controller for 1 s" in up.log("orphan").read_text()
+            assert "no controller for " in up.log("orphan").read_text()
 
     run(main())
 

@@ -420,11 +420,19 @@ def test_a_lost_stream_is_dialled_again_with_nothing_kept() -> None:
     [
         ([VersionMismatchError("another jax")], {}, rt.EXIT_REFUSED),
         ([UnavailableError("nobody there")] * 50, {"grace_s": 0.1}, rt.EXIT_ORPHANED),
+        ([NameTakenError("'w' is alive as incarnation a")] * 50, {"grace_s": 0.0}, rt.EXIT_ORPHANED),
     ],
 )
 def test_exit_codes_without_a_controller(
-    refusals: list[WaypathError], options: dict[str, Any], code: int, caplog: pytest.LogCaptureFixture
+    refusals: list[WaypathError],
+    options: dict[str, Any],
+    code: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rt, "NAME_TAKEN_S", 0.1)
+    taken = isinstance(refusals[0], NameTakenError)
+
     async def main() -> None:
         controller = FakeController()
         controller.refuse = list(refusals)
@@ -432,6 +440,8 @@ def test_exit_codes_without_a_controller(
         assert await worker.runtime.run() == code
         worker.jax.stop()
         assert str(refusals[0]) in caplog.text
+        assert ("counts another worker of this name as alive, after 0." in caplog.text) == taken
+        assert ("no controller for 0." in caplog.text) == (code == rt.EXIT_ORPHANED and not taken)
 
     run(main())
 
