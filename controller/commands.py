@@ -198,7 +198,8 @@ class AbortWorld(WorkerCommand):
 
 @dataclass(frozen=True)
 class NodeCompleted(Command):
-    """To the run loop: the node finished on all its workers, or was dropped (then without results).
+    """To the run loop: the node finished on all its workers, or was dropped: without results where a worker was lost,
+    with {worker: {"error": text, "kind": class}} where it failed.
 
     Said once per node, also when it is recomputed later.
     """

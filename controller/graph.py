@@ -64,7 +64,8 @@ class Node:
 
     `on_worker_lost` says what becomes of the node when a worker that ran it, or held its object while somebody needed it,
     is gone: `fail` the execution; `retry` the node elsewhere, or on the same slice when that is back; `drop` the node,
-    which then has no result, and go on (only for a node that nothing reads).
+    which then has no result, and go on (only for a node that nothing reads). A node to `drop` that raises is dropped too,
+    with the error's text for a result; any other that raises fails the execution.
     """
 
     node_id: str

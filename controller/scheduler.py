@@ -10,7 +10,8 @@ What it guarantees, after every event:
   has a number in its world (`gang_sequence`).
 - When a worker is lost, its unfinished nodes, and the finished ones whose object is still needed, run again elsewhere with
   a higher attempt (their inputs too, where those were freed already). One that must not run again fails the execution.
-- Errors are values: the first failure is the execution's outcome, what depends on it is poisoned, the rest is stopped.
+- Errors are values: the first failure is the execution's outcome, what depends on it is poisoned, the rest is stopped. A
+  node that may be dropped is no such failure: its error becomes its result and the others go on.
 - At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait in
   order. An execution that was admitted is never held back again, so recovery cannot deadlock on credits.
 
@@ -170,9 +171,17 @@ class Scheduler:
 
     def _node_failed(self, event: c.NodeFailed) -> None:
         task = self._current(event)
-        if task is not None:
-            self._done_on(event.worker, task.execution)
-            self._fail(task, event.error, f"on {event.worker}: {event.error}")
+        if task is None:
+            return
+        self._done_on(event.worker, task.execution)
+        detail = f"on {event.worker}: {event.error}"
+        if task.node.on_worker_lost != "drop":
+            return self._fail(task, event.error, detail)
+        task.results[event.worker] = {"error": str(event.error), "kind": type(event.error).__name__}
+        self._take_back(task)
+        self._drop_task(task, detail, {event.worker: task.results[event.worker]})
+        if task.execution.unfinished == 0:
+            self._end(task.execution, ExecutionTrigger.DONE)
 
     # What follows from them
 
@@ -250,11 +259,13 @@ class Scheduler:
                 if worker not in task.results:
                     self.credits.give_back(worker, task.execution.execution_id)
 
-    def _drop_task(self, task: Task, detail: str) -> None:
+    def _drop_task(self, task: Task, detail: str, results: c.Results | None = None) -> None:
+        """The execution goes on without the task; `results` says of one that failed, by worker, what went wrong."""
         task.advance(TaskTrigger.DROPPED, self._cause, detail)
         task.workers = ()
+        task.reported = results or None
         self._release_inputs(task)
-        self._out.append(c.NodeCompleted(task.execution.execution_id, task.node_id, {}, cause=self._cause))
+        self._out.append(c.NodeCompleted(task.execution.execution_id, task.node_id, results or {}, cause=self._cause))
 
     def _fail(self, task: Task, error: WaypathError, detail: str) -> None:
         execution = task.execution

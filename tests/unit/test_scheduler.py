@@ -115,6 +115,21 @@ def test_a_lost_worker_has_its_nodes_run_again_and_readers_are_told(bench: Any, 
     assert bench.outcomes["e"].outcome == "done"
 
 
+def test_a_node_that_may_be_dropped_fails_alone_and_says_why(bench: Any, programs: Makers) -> None:
+    bench.submit("e", programs["publish"]())
+    for trainer in ("trainer-0", "trainer-1"):
+        bench.finish(trainer, "e", "expose")
+    commands = bench.fail("inference-0", "e", "stage_inference-0")
+    (told,) = of(c.NodeCompleted, commands)
+    assert told.results == {"inference-0": {"error": "stage_inference-0 raised", "kind": "RewardError"}}
+    assert of(c.CancelExecution, commands) == []
+    bench.finish("inference-1", "e", "stage_inference-1")
+    completed = bench.outcomes["e"]
+    assert (completed.outcome, completed.error) == ("done", None)
+    assert completed.results["stage_inference-0"] == told.results
+    assert completed.results["stage_inference-1"] == {"inference-1": {"by": "inference-1"}}
+
+
 def test_freed_inputs_are_computed_again_when_the_reader_is_lost(bench: Any, programs: Makers) -> None:
     bench.submit("e", programs["chain"]())
     first = bench.runnable()[0][0]
