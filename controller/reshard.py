@@ -50,7 +50,10 @@ class PlannedCopy(SliceCopy):
 
 @dataclass(frozen=True)
 class Plan:
-    """`copies` cross a wire (or a device border); `local` pieces are held by their own device already and cost nothing."""
+    """`copies` cross a wire (or a device border); `local` pieces are held by their own device already and cost nothing.
+
+    `lower_bound_bytes` comes from the layouts alone, never from the copies: it is what `planned_bytes` is held against.
+    """
 
     copies: tuple[PlannedCopy, ...]
     local: tuple[PlannedCopy, ...]
@@ -175,7 +178,7 @@ def _make(source: Layout, destination: Layout) -> Plan:
                     f"{volume(box)} elements"
                 )
     copies = _assign(pieces)
-    return Plan(copies, tuple(local), sum(copy.nbytes for copy in copies))
+    return Plan(copies, tuple(local), lower_bound_bytes(source, destination))
 
 
 def _assign(pieces: list[_Piece]) -> tuple[PlannedCopy, ...]:

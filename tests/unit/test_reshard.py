@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waypath.controller import reshard
 from waypath.controller.reshard import Plan, fingerprint, lower_bound_bytes, plan, volume
 from waypath.proto.errors import TransferError
 from waypath.proto.layout import Layout, Shard, TensorLayout
@@ -124,6 +125,16 @@ def test_random_meshes_in_one_world_copy_only_what_is_not_held(case: tuple[Layou
                     missing[box(have.lower, have.upper)] = False
             needed += int(missing.sum()) * 4
     assert made.planned_bytes == made.lower_bound_bytes == lower_bound_bytes(source, destination) == needed
+
+
+def test_the_bound_is_not_the_plans_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = TensorLayout("w", (4,), "float32", (Shard("a", 0, (0,), (4,)),))
+    wanted = TensorLayout("w", (4,), "float32", (Shard("x", 0, (0,), (4,)),))
+    assign = reshard._assign
+    monkeypatch.setattr(reshard, "_assign", lambda pieces: assign(pieces) * 2)  # a planner that sends everything twice
+    monkeypatch.setattr(reshard, "_plans", type(reshard._plans)())
+    made = plan(Layout({"w": tensor}), Layout({"w": wanted}))
+    assert (made.planned_bytes, made.lower_bound_bytes) == (32, 16)
 
 
 def _check_balance(made: Plan, source: Layout) -> None:
