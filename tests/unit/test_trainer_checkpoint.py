@@ -78,14 +78,19 @@ def test_a_full_disk_is_heard_and_leaves_nothing_that_looks_whole(tmp_path: Path
         assert checkpoints.wait() == tmp_path / "step_00000001"
 
 
-def test_half_written_directories_are_cleared_and_old_checkpoints_pruned(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "left"), [(1, [3, 4]), (2, [3, 4]), (3, [2, 3, 4])])
+def test_half_written_directories_are_cleared_and_old_checkpoints_pruned(
+    tmp_path: Path, keep: int, left: list[int]
+) -> None:
     (tmp_path / "step_00000001.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "step_00000009").mkdir()  # of a branch that a resumed run has left
-    with opened(tmp_path, keep=1) as checkpoints:
-        for step in (1, 2):
+    with opened(tmp_path, keep=keep) as checkpoints:
+        for step in range(1, 5):
             checkpoints.save(state(1.0), Counters(step, step, step))
-        checkpoints.wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000009"]
+            checkpoints.wait()
+            before = tmp_path / f"step_{step - 1:08d}"
+            assert step == 1 or before.is_dir(), "the journal names the one before until it has heard of this one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (*left, 9)]
 
 
 def test_a_checkpoint_of_another_model_names_the_leaf(tmp_path: Path) -> None:

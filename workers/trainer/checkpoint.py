@@ -9,6 +9,10 @@ processes are done, so a directory of that name is always whole. `save` returns 
 memory that no one else uses: on CPU a host array would be a view of the device buffer, which the next update donates, so
 the copy is made there by a device program. Processes agree through the coordination service, never through device
 collectives, for the write ends on a thread that has no place in the gang order.
+
+Room for a checkpoint is made when its save begins, never when it is whole: the controller's journal names its predecessor
+until all processes have said that the new one is there, and the next save is asked for only after that. So the one that the
+journal names last is always there, also with `keep` = 1, where two lie there from the second save on.
 """
 
 from __future__ import annotations
@@ -69,6 +73,8 @@ class Checkpoints:
         path = self.directory / f"{_PREFIX}{counters.step:08d}"
         with self._lock:
             self._finish()
+            if self._last is not None and jax.process_index() == 0:
+                self._make_room(self._last)
             try:
                 if jax.process_index() == 0:
                     self.directory.mkdir(parents=True, exist_ok=True)
@@ -131,13 +137,11 @@ class Checkpoints:
         except Exception as error:  # as above
             raise _failed(pending, error) from error
         self._last = pending
-        if jax.process_index() == 0:
-            self._prune(pending)
 
-    def _prune(self, newest: Path) -> None:
-        """Removes all but the `keep` newest checkpoints up to `newest`; what lies after it is another branch's."""
+    def _make_room(self, newest: Path) -> None:
+        """Leaves `keep` − 1 checkpoints up to `newest`, and that one always; what lies after it is another branch's."""
         done = sorted(p for p in self.directory.glob(f"{_PREFIX}????????") if p.is_dir() and p.name <= newest.name)
-        for old in done[: -self._keep]:
+        for old in done[: -max(1, self._keep - 1)]:
             shutil.rmtree(old, ignore_errors=True)
 
 
