@@ -10,19 +10,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from waypath.controller.client.client import Client, Run, RunResult, StepRecord
-from waypath.proto.errors import WaypathError
+from waypath.proto import config as configs
+from waypath.proto.config import RunConfig
+from waypath.proto.errors import NotFoundError, WaypathError
 from waypath.tools.progress import View
 from waypath.tools.report import PhaseClock
 
-STOP_DEADLINE_S = 300.0  # a step in flight and a checkpoint
 LOST_DEADLINE_S = 30.0  # for the controller's own verdict after a trainer's death
 VERDICT_FIRST_S = 1.0  # for the supervisor to see a death that the controller has judged already
 BROKEN_DEADLINE_S = 2.0  # for the supervisor to notice why a connection broke
 STATUS_EVERY_S = 1.0
+FALLBACK_STOP_S = 2000.0  # what `stop_limit_s` says of the default deadlines, about
 
 
 class Interrupts:
@@ -88,8 +91,10 @@ class Feed:
         while not self._closed.wait(STATUS_EVERY_S):
             try:
                 self.queue.put(self._client.status())
-            except (WaypathError, ValueError):
-                return  # the updates' thread reports what is wrong
+            except WaypathError:
+                continue  # it may answer again; what is wrong for good, the updates' thread reports
+            except ValueError:  # grpc's word for a channel that was closed meanwhile
+                return
 
 
 def follow(
@@ -129,9 +134,10 @@ def follow(
                 if not stop_on_interrupt:
                     return None
                 asked = True
-                end = end or (time.monotonic() + STOP_DEADLINE_S, f"no stop within {STOP_DEADLINE_S:.0f} s")
-                view.event("stopping after the step in progress, with a checkpoint (Ctrl-C again kills)")
                 _cancel(run, view)
+                within_s, ending = _stop_terms(client, run, view)
+                end = end or (time.monotonic() + within_s, f"no stop within {within_s:.0f} s")
+                view.event(f"stopping after the step in progress, {ending} (Ctrl-C again kills)")
             if end is not None and time.monotonic() > end[0]:
                 if broken is not None and not lost:
                     raise broken
@@ -156,6 +162,33 @@ def follow(
                 view.status(item)
     finally:
         feed.close()
+
+
+def stop_limit_s(config: RunConfig) -> float:
+    """Seconds that a run may take to stop after its step in progress, each part within its own deadline."""
+    limits = config.deadlines
+    step_s = limits.generate_s + limits.score_s + limits.train_s + config.cluster.rejoin_timeout_s
+    checkpoint_s = 2 * limits.checkpoint_s  # the one under way, and the last
+    return step_s * (1 + config.algorithm.max_staleness) + 2 * limits.publish_s + checkpoint_s
+
+
+def recorded_config(client: Client, run_id: str) -> RunConfig:
+    """The configuration in a run's folder. Raises WaypathError where it cannot be read."""
+    directory = next((run["directory"] for run in client.runs() if run["run_id"] == run_id), None)
+    if not directory:
+        raise NotFoundError(f"the controller knows no folder of run {run_id}")
+    return configs.load(Path(directory) / "config.toml")
+
+
+def _stop_terms(client: Client, run: Run, view: View) -> tuple[float, str]:
+    """How long to wait for the run's stop, and how it will end."""
+    try:
+        config = recorded_config(client, run.id)
+    except WaypathError as error:
+        view.event(f"could not read the run's configuration, so the default deadlines hold: {error}")
+        return FALLBACK_STOP_S, "with a checkpoint"
+    ending = "its last checkpoint stays the newest" if config.algorithm.max_staleness else "with a checkpoint"
+    return stop_limit_s(config), ending
 
 
 def _cancel(run: Run, view: View) -> None:

@@ -5,7 +5,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from waypath.controller.client.client import Client, Run, RunResult, StepRecord
 from waypath.proto import config as configs
 from waypath.proto.errors import NotFoundError, UnavailableError, WaypathError
 from waypath.tools import cli, launch
-from waypath.tools.follow import Interrupts, follow
+from waypath.tools.follow import Interrupts, follow, recorded_config, stop_limit_s
 from waypath.tools.progress import View
 
 Update = StepRecord | str | RunResult | WaypathError
@@ -197,8 +198,26 @@ def ended(status: str = "done", cause: str | None = None) -> RunResult:
     return RunResult("r1", status, 2, 2, None, None, None, None, 1.0, cause)
 
 
-def followed(run: FakeRun, view: View, interrupts: Interrupts, **options: Any) -> RunResult | None:
-    return follow(cast(Client, None), cast(Run, run), view, interrupts, **options)
+class FakeClient:
+    """Knows the folder of run r1; answers the first `failures` questions for the status with an error."""
+
+    def __init__(self, directory: Path | str = "", failures: int = 0) -> None:
+        self._directory, self._failures = str(directory), failures
+
+    def runs(self) -> list[dict[str, Any]]:
+        return [{"run_id": "r1", "directory": self._directory}]
+
+    def status(self) -> dict[str, Any]:
+        self._failures -= 1
+        if self._failures >= 0:
+            raise UnavailableError("busy")
+        return {"workers": []}
+
+
+def followed(
+    run: FakeRun, view: View, interrupts: Interrupts, client: FakeClient | None = None, **options: Any
+) -> RunResult | None:
+    return follow(cast(Client, client or FakeClient()), cast(Run, run), view, interrupts, **options)
 
 
 def test_follow_shows_steps_and_returns_the_result() -> None:
@@ -215,6 +234,51 @@ def test_first_interrupt_stops_the_run_with_a_checkpoint() -> None:
     result = followed(run, view, interrupts)
     assert result is not None and result.status == "cancelled" and run.cancelled.is_set()
     assert any("with a checkpoint" in line for line in view.seen)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "ending"), [(0, "with a checkpoint"), (1, "its last checkpoint stays the newest")]
+)
+def test_a_stop_may_take_as_long_as_the_runs_own_deadlines(staleness: int, ending: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path, **{"deadlines.train_s": 5000.0, "algorithm.max_staleness": staleness})
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert recorded_config(cast(Client, FakeClient(tmp_path)), "r1") == config
+    limits = config.deadlines
+    assert stop_limit_s(config) > (1 + staleness) * (limits.generate_s + limits.score_s + 5000.0) + limits.checkpoint_s
+    view, interrupts = Recorder(), Interrupts()
+    interrupts.count = 1
+    run = FakeRun(StepRecord({"step": 0}), None, ended("cancelled"))
+    followed(run, view, interrupts, FakeClient(tmp_path))
+    assert any(ending in line for line in view.seen)
+
+
+def test_a_run_that_does_not_stop_is_given_up_after_its_deadlines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waypath.tools.follow.stop_limit_s", lambda config: 0.05)
+    (tmp_path / "config.toml").write_text(tiny(tmp_path).to_toml())
+    interrupts = Interrupts()
+    interrupts.count = 1
+    run = FakeRun(StepRecord({"step": 0}))
+    run.updates = lambda from_step=0: iter(lambda: time.sleep(0.01) or "still at it", None)  # type: ignore[method-assign]
+    result = followed(run, Recorder(), interrupts, FakeClient(tmp_path))
+    assert result is not None and result.cause == "no stop within 0 s"
+
+
+def test_the_panel_goes_on_after_a_status_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waypath.tools.follow.STATUS_EVERY_S", 0.01)
+    shown = threading.Event()
+
+    class Panel(Recorder):
+        wants_status = True
+
+        def status(self, status: Mapping[str, Any]) -> None:
+            shown.set()
+
+    run = FakeRun(None, ended())
+    threading.Thread(target=lambda: (shown.wait(30.0), run.cancelled.set()), daemon=True).start()
+    assert followed(run, Panel(), Interrupts(), FakeClient(failures=3)) == ended()
+    assert shown.is_set()
 
 
 def test_interrupt_detaches_from_a_run_of_someone_else() -> None:
