@@ -16,8 +16,8 @@ from typing import Any
 
 from waypath.controller.commands import Results
 from waypath.controller.graph import Node, Program
-from waypath.controller.objects import object_id
 from waypath.proto.errors import IllegalTransitionError
+from waypath.proto.names import object_id
 
 HISTORY = 256
 

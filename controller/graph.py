@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 
 from waypath.proto.errors import GraphError
 
-Kind = Literal["call", "method", "transfer"]
+Kind = Literal["method", "transfer"]
 KINDS: tuple[str, ...] = get_args(Kind)
 OnWorkerLost = Literal["fail", "retry", "drop"]
 ON_WORKER_LOST: tuple[str, ...] = get_args(OnWorkerLost)
@@ -179,18 +179,6 @@ class Program:
         mine = frozenset(places)
         return tuple(node for node in self.nodes if node.place in mine)
 
-    def explain(self) -> str:
-        """Returns a table for people: one line a node with what it runs, where, and on which inputs."""
-        rows = [("node", "runs", "on", "inputs", "on worker lost", "deadline_s")]
-        for n in self.nodes:
-            inputs = ", ".join(n.inputs) if len(n.inputs) <= 4 else f"{', '.join(n.inputs[:3])}, … ({len(n.inputs)})"
-            runs = f"{n.service}.{n.method}" if n.kind != "transfer" else "transfer"
-            deadline = f"{n.deadline_s:g}" if n.deadline_s else "-"
-            rows.append((n.node_id, runs, str(n.place), inputs or "-", n.on_worker_lost, deadline))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"program {self.program_id}: {len(self.nodes)} nodes", *lines])
-
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; `from_json` reads it back to an equal program."""
         return {"name": self.name, "nodes": [node.to_json() for node in self.nodes]}
@@ -237,19 +225,6 @@ class ProgramBuilder:
         on a pool and to `fail` on a slice. Raises GraphError on a handle of another builder, a taken id or options that are not JSON.
         """
         return self._add("method", service, method, inputs, on, options, deadline_s, on_worker_lost, node_id)
-
-    def apply(
-        self,
-        function: str,
-        *inputs: Handle,
-        on: Place,
-        options: Mapping[str, Any] | None = None,
-        deadline_s: float = 0.0,
-        on_worker_lost: OnWorkerLost | None = None,
-        node_id: str | None = None,
-    ) -> Handle:
-        """Adds a call of the registered pure function `function` (kind `call`); else as `call`."""
-        return self._add("call", "function", function, inputs, on, options, deadline_s, on_worker_lost, node_id)
 
     def transfer(self, source: Handle, *, on: Place, deadline_s: float = 0.0, node_id: str | None = None) -> Handle:
         """Adds a node that holds `source`'s object on another slice, unchanged."""

@@ -48,11 +48,6 @@ TRANSITIONS: dict[ObjectState, dict[ObjectEvent, ObjectState]] = {
 """A missing entry is the error."""
 
 
-def object_id(execution_id: str, node_id: str) -> str:
-    """The id that an object has everywhere."""
-    return f"{execution_id}/{node_id}"
-
-
 @dataclass
 class ObjectRef:
     """What the controller knows of one object. `parts`: bytes held, by worker."""
@@ -75,7 +70,6 @@ class ObjectDirectory:
 
     def __init__(self) -> None:
         self._objects: dict[str, ObjectRef] = {}
-        self._by_owner: dict[str, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -92,7 +86,6 @@ class ObjectDirectory:
         if oid in self._objects:
             raise IllegalTransitionError(f"object {oid} exists already", where=_story(self._objects[oid]))
         ref = self._objects[oid] = ObjectRef(oid, owner, set(needed_by))
-        self._by_owner.setdefault(owner, {})[oid] = None
         return ref
 
     def add_part(self, oid: str, worker: str, nbytes: int) -> None:
@@ -129,16 +122,7 @@ class ObjectDirectory:
 
     def forget(self, oid: str) -> None:
         """Drops the entry: its execution is over."""
-        ref = self._objects.pop(oid, None)
-        if ref is not None:
-            mine = self._by_owner[ref.owner]
-            del mine[oid]
-            if not mine:
-                del self._by_owner[ref.owner]
-
-    def owned_by(self, owner: str) -> tuple[str, ...]:
-        """Ids of the owner's objects."""
-        return tuple(self._by_owner.get(owner, ()))
+        self._objects.pop(oid, None)
 
     def held_on(self, worker: str) -> int:
         """Bytes of objects that a worker holds. For status: walks all objects."""

@@ -25,11 +25,10 @@ from waypath.proto.errors import ConfigError
 class Pacing:
     """The rule for one run. `checkpoint_every` is in versions, 0: never.
 
-    `max_steps_in_flight` narrows the budget (default and maximum: max_staleness + 1). Raises ConfigError on settings under
-    which no step could ever be dispatched, or that mean nothing.
+    Raises ConfigError on settings under which no step could ever be dispatched, or that mean nothing.
     """
 
-    def __init__(self, max_staleness: int, checkpoint_every: int = 0, max_steps_in_flight: int | None = None) -> None:
+    def __init__(self, max_staleness: int, checkpoint_every: int = 0) -> None:
         if max_staleness < 0:
             raise ConfigError(
                 f"max_staleness = {max_staleness}: step 0 would need version {-max_staleness}, which only step "
@@ -38,20 +37,8 @@ class Pacing:
             )
         if checkpoint_every < 0:
             raise ConfigError(f"checkpoint_every = {checkpoint_every}: expected 0 (never) or more")
-        budget = max_staleness + 1 if max_steps_in_flight is None else max_steps_in_flight
-        if budget < 1:
-            raise ConfigError(
-                f"max_steps_in_flight = {budget}: no step could ever be dispatched", remedy="Use 1 or more."
-            )
-        if budget > max_staleness + 1:
-            raise ConfigError(
-                f"max_steps_in_flight = {budget} with max_staleness = {max_staleness}: step {max_staleness + 1} would be "
-                f"dispatched before the version that it samples from exists",
-                remedy=f"Use at most {max_staleness + 1}.",
-            )
         self.max_staleness = max_staleness
         self.checkpoint_every = checkpoint_every
-        self.max_steps_in_flight = budget
 
     def sampling_version(self, step: int) -> int:
         """The policy version that step `step` samples from: between step − max_staleness and step."""
@@ -63,7 +50,7 @@ class Pacing:
 
         Steps before `version` are done; steps are dispatched in order, so `version` … `step` − 1 are in flight.
         """
-        return self.sampling_version(step) <= version and step - version < self.max_steps_in_flight
+        return self.sampling_version(step) <= version and step - version <= self.max_staleness
 
     def checkpoint_due(self, version: int) -> bool:
         """Is the state after `version` completed steps to be saved?"""

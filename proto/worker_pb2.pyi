@@ -51,7 +51,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, acknowledged: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., node: _Optional[_Union[NodeEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("worker", "incarnation", "role", "world", "process_index", "process_count", "host_id", "boot_id", "pid", "devices", "data_addresses", "services", "transfer_paths", "staging", "versions", "wall_clock_ns")
+    __slots__ = ("worker", "incarnation", "role", "world", "process_index", "process_count", "host_id", "boot_id", "pid", "devices", "data_addresses", "services", "transfer_paths", "staging", "versions")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -67,7 +67,6 @@ class Register(_message.Message):
     TRANSFER_PATHS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    WALL_CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     role: str
@@ -83,8 +82,7 @@ class Register(_message.Message):
     transfer_paths: _containers.RepeatedScalarFieldContainer[str]
     staging: str
     versions: _common_pb2.Versions
-    wall_clock_ns: int
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., world: _Optional[str] = ..., process_index: _Optional[int] = ..., process_count: _Optional[int] = ..., host_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[_common_pb2.Device, _Mapping]]] = ..., data_addresses: _Optional[_Iterable[str]] = ..., services: _Optional[_Iterable[str]] = ..., transfer_paths: _Optional[_Iterable[str]] = ..., staging: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., wall_clock_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., world: _Optional[str] = ..., process_index: _Optional[int] = ..., process_count: _Optional[int] = ..., host_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[_common_pb2.Device, _Mapping]]] = ..., data_addresses: _Optional[_Iterable[str]] = ..., services: _Optional[_Iterable[str]] = ..., transfer_paths: _Optional[_Iterable[str]] = ..., staging: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("cluster_id", "versions")
@@ -257,19 +255,17 @@ class NodeEvent(_message.Message):
     def __init__(self, execution_id: _Optional[str] = ..., node_id: _Optional[str] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[NodeEvent.State, str]] = ..., result_json: _Optional[str] = ..., object_bytes: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("wall_clock_ns", "activity", "waits", "rss_bytes", "store_bytes", "egress_bytes", "nodes")
-    WALL_CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("activity", "waits", "rss_bytes", "store_bytes", "egress_bytes", "nodes")
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORE_BYTES_FIELD_NUMBER: _ClassVar[int]
     EGRESS_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
-    wall_clock_ns: int
     activity: str
     waits: _containers.RepeatedScalarFieldContainer[str]
     rss_bytes: int
     store_bytes: int
     egress_bytes: int
     nodes: int
-    def __init__(self, wall_clock_ns: _Optional[int] = ..., activity: _Optional[str] = ..., waits: _Optional[_Iterable[str]] = ..., rss_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ..., egress_bytes: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
+    def __init__(self, activity: _Optional[str] = ..., waits: _Optional[_Iterable[str]] = ..., rss_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ..., egress_bytes: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...

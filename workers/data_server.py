@@ -23,7 +23,8 @@ from waypath.proto import channel as channels
 from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import LocalError, ProtocolError, TransferError, WaypathError, trailer
-from waypath.workers.store import ExposedTensor, ObjectStore, object_id
+from waypath.proto.names import object_id
+from waypath.workers.store import ExposedTensor, ObjectStore
 from waypath.workers.wire import chunks, encode
 
 __all__ = ["DataServer"]

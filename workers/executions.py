@@ -24,10 +24,10 @@ from waypath.proto import codecs, common_pb2
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import DeadlineError, LocalError, ProtocolError, from_message, to_message
+from waypath.proto.names import object_id
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import Lanes
 from waypath.workers.service import Call, Lane, ServiceContext, find_service, lane_of
-from waypath.workers.store import object_id
 
 __all__ = ["Executions"]
 

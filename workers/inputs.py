@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from waypath.proto.codecs import Bundle
+from waypath.proto.names import object_id
 from waypath.workers.puller import Fetch, ObjectPuller
-from waypath.workers.store import ObjectStore, object_id
+from waypath.workers.store import ObjectStore
 
 __all__ = ["Inputs"]
 

@@ -1,4 +1,4 @@
-"""Logical axes to mesh axes: builds a slice's mesh and the shardings of parameters and batches on it.
+"""Logical axes to mesh axes: builds a slice's mesh and the shardings of parameters on it.
 
 Owns the rules object (which logical axis of ``views.leaves`` lies on which mesh axis). Knows nothing of
 training, engines or the wire; called by the trainer and the engines when a slice is opened.
@@ -87,11 +87,6 @@ def param_specs(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None]
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> dict[str, Any]:
     """A parameter-shaped dict of NamedSharding."""
     return tree_of(config, lambda leaf: NamedSharding(mesh, leaf_spec(config, leaf, mesh, rules)))
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] over ``data`` and ``fsdp``; B must be a multiple of their product."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

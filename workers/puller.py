@@ -30,8 +30,8 @@ from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import ProtocolError, UnavailableError, WaypathError, from_rpc_error
+from waypath.proto.names import object_id
 from waypath.workers.peers import Peers
-from waypath.workers.store import object_id
 
 __all__ = ["PULL", "Fetch", "ObjectPuller"]
 

@@ -65,7 +65,7 @@ class Transport(Protocol):
 class Runtime:
     """One worker's command loop.
 
-    `register` makes the Register message (without incarnation and clock), `status` fills a heartbeat with
+    `register` makes the Register message (without incarnation), `status` fills a heartbeat with
     what the runtime does not know (memory, bytes). `executions` and the runtime know each other: pass `emit`
     and `leave`.
     """
@@ -157,7 +157,6 @@ class Runtime:
         self._outbox = asyncio.Queue()
         self._epoch = self._last = 0
         self._register.incarnation = secrets.token_hex(8)
-        self._register.wall_clock_ns = time.time_ns()
         reader = asyncio.create_task(self._read(self._transport.attach(self._outgoing(self._outbox))), name="control")
         try:
             ends: list[asyncio.Future[Any]] = [reader, self._leaving]
@@ -247,7 +246,6 @@ class Runtime:
         while True:
             if self._attached_at is not None:
                 beat = pb.Heartbeat(
-                    wall_clock_ns=time.time_ns(),
                     activity=self._handler.activity,
                     waits=self._handler.waits()[:20],
                     nodes=len(self._handler),

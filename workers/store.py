@@ -27,16 +27,11 @@ import numpy as np
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import DeadlineError, LocalError, NotFoundError, TransferError, WaypathError
 
-__all__ = ["ExposedTensor", "ObjectStore", "object_id"]
+__all__ = ["ExposedTensor", "ObjectStore"]
 
 MAX_TOMBSTONES = 20_000
 
 HostArray = np.ndarray[Any, Any]
-
-
-def object_id(execution_id: str, node_id: str) -> str:
-    """The store's name for what a node returned."""
-    return f"{execution_id}/{node_id}"
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ import google_crc32c
 import numpy as np
 
 from waypath.proto import data_pb2 as pb
+from waypath.proto.codecs import CHUNK_BYTES
 from waypath.proto.errors import ProtocolError
 
-__all__ = ["CHUNK_BYTES", "chunks", "decode", "encode", "fill"]
-
-CHUNK_BYTES = 1 << 20
+__all__ = ["chunks", "decode", "encode", "fill"]
 
 HostArray = np.ndarray[Any, Any]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

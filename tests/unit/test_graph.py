@@ -54,9 +54,9 @@ def test_options_cannot_be_changed_behind_the_programs_back() -> None:
 
 def test_kinds() -> None:
     b = ProgramBuilder("p")
-    made = b.apply("double", on=Slice("trainer"))
+    made = b.call("trainer", "expose", on=Slice("trainer"))
     b.transfer(made, on=Slice("inference-0"))
-    assert [n.kind for n in b.build().nodes] == ["call", "transfer"]
+    assert [n.kind for n in b.build().nodes] == ["method", "transfer"]
 
 
 def test_a_fragment_is_what_a_worker_may_run() -> None:
@@ -66,19 +66,13 @@ def test_a_fragment_is_what_a_worker_may_run() -> None:
     assert program.fragment([Pool("trainer")]) == ()
 
 
-def test_explain_is_a_table_of_all_nodes() -> None:
-    text = two_nodes().explain()
-    assert "generate_0  rollout.generate  pool inference" in text
-    assert text.splitlines()[-1].split() == ["train_0", "trainer.train", "slice", "trainer", "generate_0", "fail", "3"]
-
-
 BAD_NODES: list[tuple[tuple[Node, ...], str]] = [
     ((), "expected 1 to 100000 nodes, found 0"),
     ((node("a"), node("a")), "node a: duplicate node id"),
     ((node("a", "b"),), "node a: input 0: expected the id of a node, found 'b'"),
     ((node("a", "b"), node("b", "c"), node("c", "a")), "cycle: "),
     ((node("a", "a"),), "cycle: a → a"),
-    ((node("a", kind="magic"),), "expected one of ['call', 'method', 'transfer'], found 'magic'"),
+    ((node("a", kind="magic"),), "expected one of ['method', 'transfer'], found 'magic'"),
     ((node("x/y"),), "without '/'"),
     ((node("a", deadline_s=-1.0),), "deadline_s: expected a number ≥ 0, found -1.0"),
     ((node("a", service=""),), "expected a service and a method"),

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from waypath.proto.errors import ConfigError
-from waypath.workers.mesh import batch_sharding, build_mesh, param_shardings, param_specs, replicated
+from waypath.workers.mesh import build_mesh, param_shardings, param_specs, replicated
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import abstract_params, forward, logits, tree_of
 
@@ -57,7 +57,7 @@ def test_a_sharded_model_computes_the_same(config: ModelConfig, sizes: dict[str,
         return logits(config, params, forward(config, params, *batch))
 
     expected = jax.jit(run)(params, tokens, positions, segments)
-    batch = jax.device_put((tokens, positions, segments), batch_sharding(mesh))
+    batch = jax.device_put((tokens, positions, segments), NamedSharding(mesh, P(("data", "fsdp"))))
     found = jax.jit(run)(jax.device_put(params, param_shardings(config, mesh)), *batch)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 

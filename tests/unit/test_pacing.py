@@ -26,17 +26,17 @@ def test_zero_is_synchronous() -> None:
     assert pacing.may_dispatch(3, 3) and not pacing.may_dispatch(4, 3)
 
 
-@given(STALENESS, EVERY, st.integers(0, 5), st.integers(0, 2**32))
-def test_every_step_runs_within_the_bound_and_the_budget(staleness: int, every: int, budget: int, seed: int) -> None:
+@given(STALENESS, EVERY, st.integers(0, 2**32))
+def test_every_step_runs_within_the_bound_and_the_budget(staleness: int, every: int, seed: int) -> None:
     rng = random.Random(seed)
-    pacing = Pacing(staleness, every, min(budget, staleness + 1) or None)
+    pacing = Pacing(staleness, every)
     version = next_step = 0
     while version < 30:
         if pacing.may_dispatch(next_step, version) and rng.random() < 0.5:
             assert 0 <= next_step - pacing.sampling_version(next_step) <= staleness
             assert pacing.sampling_version(next_step) <= version
             next_step += 1
-            assert next_step - version <= pacing.max_steps_in_flight
+            assert next_step - version <= staleness + 1
         elif next_step > version:
             version += 1
         else:
@@ -61,8 +61,6 @@ def test_checkpoints() -> None:
     [
         ((-1,), "step 0 would need version 1, which only step 0 makes"),
         ((0, -2), "checkpoint_every = -2"),
-        ((0, 0, 0), "no step could ever be dispatched"),
-        ((1, 0, 3), "step 2 would be dispatched before the version"),
     ],
 )
 def test_settings_that_deadlock_are_refused(args: tuple[int, ...], message: str) -> None:

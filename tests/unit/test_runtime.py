@@ -186,7 +186,7 @@ def test_a_program_runs_from_register_to_release() -> None:
     async def main() -> None:
         async with attached() as (controller, worker, _):
             register = controller.all("register")[0]
-            assert len(register.incarnation) == 16 and register.wall_clock_ns > 0
+            assert len(register.incarnation) == 16
             install(controller, node("a", "echo", n=4), node("b", "total", "a", "a"), node("c", "on_jax_thread", "b"))
             last = controller.send(execute=execute("a", "b", "c", a=["w"], b=["w"]))
             events = {n: await controller.outcome(n) for n in "abc"}

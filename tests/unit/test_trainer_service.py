@@ -239,16 +239,6 @@ def test_the_exposed_boxes_have_the_digests_and_hold_the_next_step_up(trainer: C
         one.call("expose", version=0)
 
 
-def test_release_takes_an_exposure_down(trainer: Callable[[], Trainer]) -> None:
-    one = trainer()
-    one.open()
-    one.call("expose", version=0)
-    one.call("release", version=0)
-    with pytest.raises(TransferError, match="not exposed"), one.store.reading("policy/0", "test"):
-        pass
-    one.train(0)
-
-
 def test_equal_inputs_give_equal_bits(trainer: Callable[[], Trainer]) -> None:
     digests = []
     for _ in range(2):

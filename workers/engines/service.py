@@ -21,6 +21,7 @@ from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import LocalError
 from waypath.proto.layout import Layout, Shard, TensorLayout
+from waypath.proto.names import policy_name
 from waypath.workers.digest import digest_weights
 from waypath.workers.engines.driver import EngineDriver
 from waypath.workers.engines.gate import VersionGate
@@ -159,7 +160,7 @@ class RolloutService:
             with call.span("publish"):
                 await run.driver.on_engine(lambda: _restart_staging(run.engine, version))
                 stats = await self._context.transfer.pull_slices(
-                    f"policy/{version}", call.options["copies"], run.engine.stage_view, timeout_s=call.remaining_s
+                    policy_name(version), call.options["copies"], run.engine.stage_view, timeout_s=call.remaining_s
                 )
                 found = await run.driver.on_engine(run.engine.seal)
             mismatch = compare_digests(found, call.inputs[0], version)

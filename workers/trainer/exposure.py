@@ -1,7 +1,7 @@
 """Policies that peers may pull from this process, and when the trainer may overwrite them.
 
 Owns the host views of the exposed shards and the rule that donation waits for them. Must not know optimizers or the
-wire. Called by `waypath.workers.trainer.service`: `expose` and `close` on the JAX thread, `cached` and `release` on any.
+wire. Called by `waypath.workers.trainer.service`: `expose` and `close` on the JAX thread, `cached` on any.
 
 Theory of operation. On CPU an exposed tensor is a numpy view of the device buffer, and while such a view lives a donated
 buffer is silently kept. So before the trainer donates its state, `close` (1) waits until nobody needs the exposure: the object
@@ -25,20 +25,16 @@ import numpy as np
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import DeadlineError, TransferError, WaypathError
 from waypath.proto.layout import Layout, Shard, TensorLayout
+from waypath.proto.names import object_id, policy_name
 from waypath.workers.digest import digest_weights
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
 from waypath.workers.models.views import View, leaf_at, views
 from waypath.workers.service import ServiceContext
-from waypath.workers.store import ExposedTensor, object_id
+from waypath.workers.store import ExposedTensor
 
 _POLL_S = 0.005
 _ABSENT_S = 5.0  # an object whose execution was cancelled is never put: do not wait for it longer than this
-
-
-def policy_name(version: int) -> str:
-    """The name under which a policy version is exposed."""
-    return f"policy/{version}"
 
 
 @dataclass
@@ -90,12 +86,6 @@ class Exposures:
         """Whether the version is exposed."""
         with self._lock:
             return version in self._exposed
-
-    def release(self, version: int, timeout_s: float) -> None:
-        """Takes one version down, whoever pinned it; waits for its readers. DeadlineError names those that stay."""
-        with self._lock:
-            self._exposed.pop(version, None)
-        self._context.store.unexpose(policy_name(version), timeout_s)
 
     def close(self, deadline: float) -> None:
         """Takes every version down once nobody needs it. DeadlineError at `deadline` (`time.monotonic()`) names who does."""

@@ -200,11 +200,6 @@ class TrainerService:
         """What `expose` returned for `version`, while it is exposed (TransferError after); not behind the device thread."""
         return self._exposures.cached(int(call.options["version"]), (call.execution_id, call.node_id))
 
-    @method(lane="host")
-    def release(self, call: Call) -> None:
-        """Take policy version `version` down; waits for readers in the middle of a pull."""
-        self._exposures.release(int(call.options["version"]), call.remaining_s)
-
     @method(lane="jax")
     def save(self, call: Call) -> None:
         """Begin a checkpoint of the present state; ends when it is copied and the one before is on disk.
