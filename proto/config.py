@@ -230,7 +230,10 @@ class DeadlineSection(Section):
 
 
 class RunConfig(Section):
-    """One training job."""
+    """One training job.
+
+    It ends after `steps`, or once the mean reward of its last three steps, taken together, reaches `stop_at_reward`.
+    """
 
     seed: NonNegativeInt = 0
     steps: PositiveInt = 24

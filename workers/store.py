@@ -212,6 +212,12 @@ class ObjectStore:
                 self._changed.wait(left)
             self._exposed.pop(name, None)
 
+    def readers(self, name: str) -> list[str]:
+        """Who is in the middle of reading slices of `name`, sorted."""
+        with self._changed:
+            exposure = self._exposed.get(name)
+            return [] if exposure is None else sorted(exposure.readers)
+
     @contextlib.contextmanager
     def reading(self, name: str, reader: str) -> Iterator[Mapping[str, ExposedTensor]]:
         """Hold an exposure open while slices are read from it. TransferError if it is not exposed (any

@@ -223,7 +223,8 @@ def test_the_exposed_boxes_have_the_digests_and_hold_the_next_step_up(trainer: C
     _, again = one.call("exposed", version=0)
     assert again is bundle
     one.store.release(f"x{one.calls}/exposed")
-    with pytest.raises(DeadlineError, match=f"policy version 0 is still needed by {held}"):
+    message = f"policy version 0 is still needed: {held} is held .*; pulling now: inference-1"
+    with one.store.reading("policy/0", "inference-1"), pytest.raises(DeadlineError, match=message):
         one.call("train", [[b] for b in rollout(0, 0, 0)], step=0, deadline_s=0.05)
 
     before = one.digest()

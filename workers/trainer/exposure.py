@@ -88,7 +88,11 @@ class Exposures:
             return version in self._exposed
 
     def close(self, deadline: float) -> None:
-        """Takes every version down once nobody needs it. DeadlineError at `deadline` (`time.monotonic()`) names who does."""
+        """Takes every version down once nobody needs it.
+
+        Waits until `deadline`, in seconds of `time.monotonic()`; DeadlineError then names the objects that pin the version and
+        the workers that pull it.
+        """
         while (found := self._next()) is not None:
             version, pins = found
             for pin in sorted(pins):
@@ -118,8 +122,10 @@ class Exposures:
         pause = threading.Event()
         while pin in store.names():
             if time.monotonic() > deadline:
+                pulling = ", ".join(store.readers(policy_name(version))) or "nobody"
                 raise DeadlineError(
-                    f"policy version {version} is still needed by {pin}: a replica has not finished staging it",
+                    f"policy version {version} is still needed: {pin} is held for a replica that has not finished "
+                    f"staging; pulling now: {pulling}",
                     remedy="see which stage node is unfinished; the trainer cannot overwrite what is being pulled",
                 )
             pause.wait(_POLL_S)
