@@ -19,93 +19,64 @@ import grpc.aio
 import psutil
 import pytest
 
+from tests.fake_controller import FakeController, execute, install, node
 from waypath.proto import channel as channels
-from waypath.proto import version
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 DEADLINE_S = 90
 
 
-class Link:
-    """One worker's stream as the controller sees it."""
-
-    def __init__(self) -> None:
-        self.out: asyncio.Queue[pb.ControllerMessage | None] = asyncio.Queue()
-        self.register = pb.Register()
-        self.events: dict[str, asyncio.Future[pb.NodeEvent]] = {}
-        self.heartbeat = pb.Heartbeat()
-        self._sequence = 0
-
-    def send(self, **kind: Any) -> None:
-        self._sequence += 1
-        self.out.put_nowait(pb.ControllerMessage(epoch=1, sequence=self._sequence, **kind))
-
-    def execute(self, *nodes: pb.Node, locations: dict[str, list[str]] | None = None) -> None:
-        program = "+".join(node.node_id for node in nodes)
-        self.send(install=pb.Install(program_id=program, nodes=nodes))
-        self.send(
-            execute=pb.Execute(
-                execution_id="e",
-                program_id=program,
-                nodes=[pb.Assignment(node_id=node.node_id, attempt=1) for node in nodes],
-                locations=[pb.Location(node_id=n, workers=w) for n, w in (locations or {}).items()],
-            )
-        )
-
-    def event(self, node_id: str) -> asyncio.Future[pb.NodeEvent]:
-        return self.events.setdefault(node_id, asyncio.get_running_loop().create_future())
-
-    async def result(self, node_id: str) -> dict[str, Any]:
-        event = await self.event(node_id)
-        assert event.state == pb.NodeEvent.FINISHED, event.error
-        found: dict[str, Any] = json.loads(event.result_json)
-        return found
-
-
 class Controller(WorkerServicer):  # type: ignore[misc,unused-ignore]
-    """Accepts workers and tells them of each other."""
+    """Accepts workers, a `FakeController` for each, and tells them of each other."""
 
     def __init__(self) -> None:
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, FakeController] = {}
         self.joined = asyncio.Condition()
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.ControllerMessage]:
-        messages = request_iterator
-        link = Link()
-        first = await anext(aiter(messages))
-        link.register.CopyFrom(first.register)
-        link.send(welcome=pb.Welcome(cluster_id="c", versions=version.versions()))
-        self.links[first.register.worker] = link
-        for other in self.links.values():
-            other.send(
-                peers=pb.Peers(
-                    peers=[pb.Peer(worker=w, data_addresses=x.register.data_addresses) for w, x in self.links.items()]
-                )
-            )
-        reader = asyncio.create_task(self._read(link, messages))
-        async with self.joined:
-            self.joined.notify_all()
+        link = FakeController()
+        registering = asyncio.create_task(self._register(link))
         try:
-            while (message := await link.out.get()) is not None:
+            async for message in link.attach(request_iterator):
                 yield message
         finally:
-            reader.cancel()
+            registering.cancel()
 
-    async def _read(self, link: Link, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        async for message in messages:
-            if message.WhichOneof("kind") == "node":
-                link.event(message.node.node_id).set_result(message.node)
-            elif message.WhichOneof("kind") == "heartbeat":
-                link.heartbeat.CopyFrom(message.heartbeat)
-        link.out.put_nowait(None)
+    async def _register(self, link: FakeController) -> None:
+        await link.until(lambda: link.all("register"))
+        self.links[registered(link).worker] = link
+        everyone = [registered(other) for other in self.links.values()]
+        for other in self.links.values():
+            other.send(
+                peers=pb.Peers(peers=[pb.Peer(worker=r.worker, data_addresses=r.data_addresses) for r in everyone])
+            )
+        async with self.joined:
+            self.joined.notify_all()
 
-    async def worker(self, name: str) -> Link:
+    async def worker(self, name: str) -> FakeController:
         async with self.joined:
             await self.joined.wait_for(lambda: name in self.links)
         return self.links[name]
+
+
+def registered(link: FakeController) -> pb.Register:
+    found: pb.Register = link.all("register")[-1]
+    return found
+
+
+def start(link: FakeController, *nodes: pb.Node, **locations: list[str]) -> None:
+    install(link, *nodes)
+    link.send(execute=execute(*(n.node_id for n in nodes), **locations))
+
+
+async def result(link: FakeController, node_id: str) -> dict[str, Any]:
+    event = await link.outcome(node_id)
+    assert event.state == pb.NodeEvent.FINISHED, event.error
+    found: dict[str, Any] = json.loads(event.result_json)
+    return found
 
 
 class Cluster:
@@ -161,41 +132,29 @@ def listening(pid: int) -> list[str]:
     return [f"{address.ip.removeprefix('::ffff:')}:{address.port}" for address in sockets]
 
 
-def node(node_id: str, method: str, *inputs: str, deadline_s: float = 60.0, **options: Any) -> pb.Node:
-    return pb.Node(
-        node_id=node_id,
-        kind="method",
-        service="probe",
-        method=method,
-        inputs=inputs,
-        options_json=json.dumps(options),
-        deadline_s=deadline_s,
-    )
-
-
 def test_two_workers_exchange_objects_and_slices_and_leave(tmp_path: Path) -> None:
     async def main() -> None:
         async with cluster(tmp_path) as up:
             processes = [up.start(name) for name in ("a", "b")]
             a, b = [await up.controller.worker(name) for name in ("a", "b")]
-            assert a.register.pid == processes[0].pid and a.register.services == ["probe"]
+            assert registered(a).pid == processes[0].pid and registered(a).services == ["probe"]
             assert not {"jax", "jaxlib"} & {
-                Path(m.path).parent.name for m in psutil.Process(a.register.pid).memory_maps()
+                Path(m.path).parent.name for m in psutil.Process(registered(a).pid).memory_maps()
             }
 
-            b.execute(node("sum", "total", "x"), locations={"x": ["a"]})  # before anybody makes x
-            a.execute(node("x", "echo", n=5))
-            assert await b.result("sum") == {"total": 10}
+            start(b, node("sum", "total", "x"), x=["a"])  # before anybody makes x
+            start(a, node("x", "echo", n=5))
+            assert await result(b, "sum") == {"total": 10}
 
-            a.execute(node("shown", "expose", name="w/1", rows=512, columns=700))
-            await a.result("shown")
+            start(a, node("shown", "expose", name="w/1", rows=512, columns=700))
+            await result(a, "shown")
             boxes = [([0, 0], [300, 700]), ([300, 0], [512, 699])]
             copies = [{"tensor": "w", "source": "a", "lower": lower, "upper": upper} for lower, upper in boxes]
-            b.execute(node("pulled", "pull", name="w/1", copies=copies))
-            pulled = await b.result("pulled")
+            start(b, node("pulled", "pull", name="w/1", copies=copies))
+            pulled = await result(b, "pulled")
             assert pulled["bytes"] == 4 * (300 * 700 + 212 * 699) and pulled["total"] > 0
-            a.execute(node("hidden", "unexpose", name="w/1"))
-            await a.result("hidden")
+            start(a, node("hidden", "unexpose", name="w/1"))
+            await result(a, "hidden")
 
             a.send(shutdown=pb.Shutdown(reason="done", grace_s=1))
             assert await exit_code(processes[0]) == 0
@@ -211,8 +170,8 @@ def test_a_hang_on_the_jax_thread_ends_the_process(tmp_path: Path) -> None:
         async with cluster(tmp_path) as up:
             process = up.start("a")
             a = await up.controller.worker("a")
-            a.execute(node("stuck", "hang", deadline_s=0.5))
-            event = await a.event("stuck")
+            start(a, node("stuck", "hang", deadline_s=0.5))
+            event = await a.outcome("stuck")
             assert event.error.kind == "DeadlineError" and "hanging" in event.error.message
             assert await exit_code(process) == 70
             log = up.log("a").read_text()
@@ -226,7 +185,7 @@ def test_a_worker_obeys_sigterm_and_abort_while_its_jax_thread_hangs(tmp_path: P
         async with cluster(tmp_path) as up:
             process = up.start("a")
             a = await up.controller.worker("a")
-            a.execute(node("stuck", "hang"))
+            start(a, node("stuck", "hang"))
             a.send(abort_world=pb.AbortWorld(reason="trainer-1 is lost"))
             assert await exit_code(process) == 70
             assert "trainer-1 is lost" in up.log("a").read_text()
@@ -353,8 +312,8 @@ def test_grpc_is_the_only_listener_of_a_worker(tmp_path: Path) -> None:
         async with cluster(tmp_path) as up:
             up.start("a")
             a = await up.controller.worker("a")
-            addresses = listening(a.register.pid)
-            assert addresses == list(a.register.data_addresses)
+            addresses = listening(registered(a).pid)
+            assert addresses == list(registered(a).data_addresses)
             async with channels.aio_channel(addresses[0]) as channel:
                 stream = channel.unary_stream("/waypath.v1.Data/Pull", None, None)
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
