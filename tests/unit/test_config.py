@@ -59,6 +59,7 @@ def test_resolved_configuration_survives_its_toml_form() -> None:
         ({"task.options": {"x": None}}, ["task.options", "x = None", "config.toml"]),
         ({"reward.options": {"a": [{"b": {1, 2}}]}}, ["reward.options", "a.0.b", "set"]),
         ({"reward.options": {"day": datetime.date(2024, 1, 2)}}, ["reward.options", "day", "date"]),
+        ({"algorithm.max_staleness": 2}, ["algorithm.max_staleness = 2", "0 (on-policy) and 1"]),
         ({"warm_start.steps": 1, "warm_start.batch_size": 9}, ["batch_size = 9", "micro_batch_rows = 8"]),
     ],
 )
