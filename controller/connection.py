@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -99,17 +100,18 @@ def phase_spans(worker: str, event: pb.NodeEvent) -> list[PhaseSpan]:
 
 @dataclass
 class Connection:
-    """The live stream of one worker incarnation."""
+    """The live stream of one worker incarnation. `broken` says why nothing can be sent any more: the worker is to be lost."""
 
     register: pb.Register
     epoch: int
     heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     told_to_leave: str = ""
+    broken: str = ""
     heard_s: float = field(default_factory=time.monotonic)
     _sequence: int = 0
-    _outgoing: asyncio.Queue[pb.ControllerMessage | None] = field(
-        default_factory=lambda: asyncio.Queue(MAX_QUEUED_MESSAGES)
-    )
+    _closed: bool = False
+    _outgoing: deque[pb.ControllerMessage] = field(default_factory=deque)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def worker(self) -> str:
@@ -117,16 +119,23 @@ class Connection:
         return str(self.register.worker)
 
     def send(self, message: pb.ControllerMessage) -> None:
-        """Numbers a message and queues it; raises LocalError where the worker does not read (nothing queues without bound)."""
+        """Numbers a message and queues it; what is sent to a closed stream is dropped.
+
+        Never raises, for the messages to other workers must go out all the same: a worker that does not read (nothing
+        queues without bound) has its stream ended, and `broken` tells the runtime to lose it.
+        """
+        if self._closed:
+            return
+        if len(self._outgoing) >= MAX_QUEUED_MESSAGES:
+            self.broken = f"it does not read: {MAX_QUEUED_MESSAGES} messages wait for it"
+            self._outgoing.clear()
+            self.close()
+            return
         self._sequence += 1
         message.epoch = self.epoch
         message.sequence = self._sequence
-        try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
-            raise LocalError(
-                f"worker {self.worker} does not read: {MAX_QUEUED_MESSAGES} messages wait for it"
-            ) from None
+        self._outgoing.append(message)
+        self._changed.set()
 
     def shut_down(self, reason: str) -> None:
         """Tells the worker to leave."""
@@ -134,11 +143,16 @@ class Connection:
         self.send(pb.ControllerMessage(shutdown=pb.Shutdown(reason=reason)))
 
     def close(self) -> None:
-        """Ends the stream behind what is queued."""
-        if not self._outgoing.full():
-            self._outgoing.put_nowait(None)
+        """Ends the stream behind what is queued. Idempotent."""
+        self._closed = True
+        self._changed.set()
 
     async def outgoing(self) -> AsyncIterator[pb.ControllerMessage]:
         """Yields queued messages until the stream is closed."""
-        while (message := await self._outgoing.get()) is not None:
-            yield message
+        while True:
+            while self._outgoing:
+                yield self._outgoing.popleft()
+            if self._closed:
+                return
+            self._changed.clear()
+            await self._changed.wait()

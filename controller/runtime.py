@@ -25,7 +25,15 @@ from waypath.controller.runs.trace import PhaseSpan
 from waypath.controller.scheduler import Scheduler
 from waypath.proto import version
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import DeadlineError, ProtocolError, RemoteError, WaypathError, trailer
+from waypath.proto.errors import (
+    DeadlineError,
+    NotFoundError,
+    ProtocolError,
+    RemoteError,
+    TransferError,
+    WaypathError,
+    trailer,
+)
 from waypath.proto.worker_pb2_grpc import WorkerServicer
 
 HEARTBEAT_TIMEOUT_S = 45.0
@@ -34,7 +42,8 @@ WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
-WorkerHook = Callable[[str, str], None]
+JoinedHook = Callable[[str, str], None]
+LostHook = Callable[[str, str, str], None]
 
 log = logging.getLogger("waypath.controller")
 
@@ -47,34 +56,38 @@ class Execution:
         self.program = program
         loop = asyncio.get_running_loop()
         self._result: asyncio.Future[Results] = loop.create_future()
-        self._nodes: dict[str, asyncio.Future[Mapping[str, Mapping[str, Any]]]] = {}
-        self._loop = loop
+        self._nodes: dict[str, asyncio.Future[Mapping[str, Mapping[str, Any]]]] = {
+            node.node_id: loop.create_future() for node in program.nodes
+        }
 
     async def result(self) -> Results:
         """Returns node id → worker → control-road result; raises the WaypathError that ended it."""
         return await asyncio.shield(self._result)
 
     async def node(self, node_id: str) -> Mapping[str, Mapping[str, Any]]:
-        """Returns worker → result of one node as soon as it has finished everywhere."""
-        return await asyncio.shield(self._nodes.setdefault(node_id, self._loop.create_future()))
+        """Returns worker → result of one node as soon as it has finished everywhere; {} of one that was dropped.
+
+        Raises the error of an execution that ended without it, and NotFoundError for a node that the program lacks.
+        """
+        if node_id not in self._nodes:
+            raise NotFoundError(f"no node {node_id!r}; it has: {', '.join(self._nodes)}", where=self.execution_id)
+        return await asyncio.shield(self._nodes[node_id])
 
     def node_completed(self, node_id: str, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Told by the runtime."""
-        future = self._nodes.setdefault(node_id, self._loop.create_future())
-        if not future.done():
-            future.set_result(results)
+        self._nodes[node_id].set_result(results)
 
     def completed(self, command: c.ExecutionCompleted) -> None:
         """Told by the runtime."""
-        futures: list[asyncio.Future[Any]] = [self._result, *self._nodes.values()]
-        for future in futures:
-            if future.done():
-                continue
-            if command.error is None:
-                future.set_result(command.results)
-            else:
-                future.set_exception(command.error)
-                future.exception()  # whoever awaits it sees it; nobody has to
+        waiting = {node_id: future for node_id, future in self._nodes.items() if not future.done()}
+        if command.error is None:
+            self._result.set_result(command.results)
+            for node_id, future in waiting.items():
+                future.set_result(command.results.get(node_id, {}))
+            return
+        for failed in (self._result, *waiting.values()):
+            failed.set_exception(command.error)
+            failed.exception()  # whoever awaits it sees it; nobody has to
 
 
 class Runtime(WorkerServicer):
@@ -88,7 +101,7 @@ class Runtime(WorkerServicer):
         self._executions: dict[str, Execution] = {}
         self._owners: dict[str, str] = {}
         self._spans: dict[str, deque[PhaseSpan]] = {}
-        self._hooks: list[tuple[WorkerHook, WorkerHook]] = []
+        self._hooks: list[tuple[JoinedHook, LostHook]] = []
         self._number = 0
         self._changed = asyncio.Condition()
         self._closing = False
@@ -109,6 +122,10 @@ class Runtime(WorkerServicer):
             raise
         return execution
 
+    def cancel(self, execution: Execution, reason: str) -> None:
+        """Stops an execution that nobody waits for any more; one that is over is left as it is."""
+        self._handle(c.ExecutionCancelled(execution.execution_id, reason))
+
     def release(self, owner: str, reason: str) -> None:
         """Cancels what the owner still has and frees its objects."""
         self._handle(c.OwnerReleased(owner, reason))
@@ -118,18 +135,32 @@ class Runtime(WorkerServicer):
         """Returns the spans that came for the owner's executions since the last call."""
         return list(self._spans.pop(owner, ()))
 
-    def pool_ready(self, pool: str, member: str) -> None:
-        """Lets the scheduler place nodes of `pool` on `member`; a member that is gone meanwhile is left out."""
-        if member in self.connections:
+    def pool_ready(self, pool: str, member: str, incarnation: str) -> None:
+        """Lets the scheduler place nodes of `pool` on `member`, unless that very process is gone meanwhile."""
+        if self.incarnation(member) == incarnation:
             self._handle(c.PoolMemberReady(pool, member))
+
+    def ready_members(self, pool: str) -> tuple[str, ...]:
+        """The members of a pool that may be given work now."""
+        return self.scheduler.resources.ready_members(pool)
+
+    def incarnation(self, worker: str) -> str:
+        """Which process has that name now; "" where none has."""
+        link = self.connections.get(worker)
+        return str(link.register.incarnation) if link is not None else ""
 
     def workers(self, role: str) -> list[str]:
         """Names of the live workers of a role, sorted."""
         return sorted(name for name, link in self.connections.items() if link.register.role == role)
 
+    def stays(self, worker: str, incarnation: str) -> bool:
+        """Is that very process there, and not on its way out?"""
+        link = self.connections.get(worker)
+        return link is not None and link.register.incarnation == incarnation and not link.told_to_leave
+
     @contextlib.contextmanager
-    def watch_workers(self, joined: WorkerHook, lost: WorkerHook) -> Iterator[None]:
-        """Calls `joined(worker, role)` and `lost(worker, role)` while the context is open."""
+    def watch_workers(self, joined: JoinedHook, lost: LostHook) -> Iterator[None]:
+        """Calls `joined(worker, role)` and `lost(worker, role, cause)` while the context is open."""
         hook = (joined, lost)
         self._hooks.append(hook)
         try:
@@ -145,10 +176,10 @@ class Runtime(WorkerServicer):
                 found.extend(item["waits"])
         return found
 
-    def fence(self, worker: str, reason: str) -> None:
-        """Tells a worker to leave; its supervisor starts it anew."""
+    def fence(self, worker: str, incarnation: str, reason: str) -> None:
+        """Tells that very process to leave, if it is still there; its supervisor starts it anew."""
         link = self.connections.get(worker)
-        if link is not None:
+        if link is not None and link.register.incarnation == incarnation:
             self.log(f"fencing {worker}: {reason}")
             link.shut_down(reason)
 
@@ -192,7 +223,7 @@ class Runtime(WorkerServicer):
                 cause = f"it was told to leave: {link.told_to_leave}"
             if reader.done() and not reader.cancelled() and (error := reader.exception()) is not None:
                 cause = str(error)
-            await self._lose(link, cause)
+            self._lose(link, cause)
 
     async def _admit(self, messages: AsyncIterator[pb.WorkerMessage], context: Any) -> Connection:
         link: Connection | None = None
@@ -264,19 +295,22 @@ class Runtime(WorkerServicer):
 
     @staticmethod
     def _may_be_a_symptom(link: Connection, event: c.NodeFailed) -> bool:
-        """A collective whose peer died fails too, and may be heard of first: the peer's loss is the cause to tell."""
-        return link.register.process_count > 1 and type(event.error) is RemoteError
+        """A collective or a pull whose peer died fails too, and may be heard of first: the peer's loss is the cause to tell."""
+        collective = link.register.process_count > 1 and type(event.error) is RemoteError
+        return collective or isinstance(event.error, TransferError)
 
-    async def _lose(self, link: Connection, cause: str) -> None:
+    def _lose(self, link: Connection, cause: str) -> None:
+        link.close()
         if self.connections.get(link.worker) is not link:
             return
         del self.connections[link.worker]
         self.log(f"{link.worker} lost: {cause}")
-        self._handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
-        self._tell_peers()
-        for _, lost in list(self._hooks):
-            lost(link.worker, link.register.role)
-        await self._notify()
+        try:
+            self._handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
+        finally:
+            self._tell_peers()
+            for _, lost in list(self._hooks):
+                lost(link.worker, link.register.role, cause)
 
     async def watch_liveness(self) -> None:
         """Runs for ever: a worker that is silent for `HEARTBEAT_TIMEOUT_S` is lost."""
@@ -286,8 +320,13 @@ class Runtime(WorkerServicer):
             for link in list(self.connections.values()):
                 silent_s = now_s - link.heard_s
                 if silent_s > HEARTBEAT_TIMEOUT_S:
-                    await self._lose(link, f"no heartbeat for {silent_s:.0f} s")
-                    link.close()
+                    self._lose_silent(link, silent_s)
+
+    def _lose_silent(self, link: Connection, silent_s: float) -> None:
+        try:
+            self._lose(link, f"no heartbeat for {silent_s:.0f} s")
+        except Exception:  # whatever goes wrong with one worker, the others are watched on
+            log.exception("losing %s", link.worker)
 
     async def close(self, reason: str) -> None:
         """Tells every worker to leave and ends their streams."""
@@ -298,6 +337,7 @@ class Runtime(WorkerServicer):
     # The scheduler
 
     def _handle(self, event: c.Event) -> None:
+        """Applies an event and carries out all of its commands; a worker that cannot be told is lost after them."""
         for command in self.scheduler.handle(event):
             if isinstance(command, c.WorkerCommand):
                 link = self.connections.get(command.worker)
@@ -312,6 +352,12 @@ class Runtime(WorkerServicer):
                 if execution is not None:
                     execution.completed(command)
                 self._forget(command.execution_id)
+        self._lose_broken()
+
+    def _lose_broken(self) -> None:
+        for link in list(self.connections.values()):
+            if link.broken:
+                self._lose(link, link.broken)
 
     def _forget(self, execution_id: str) -> None:
         self._executions.pop(execution_id, None)
@@ -329,6 +375,7 @@ class Runtime(WorkerServicer):
             )
         for link in self.connections.values():
             link.send(pb.ControllerMessage(peers=peers))
+        self._lose_broken()
 
     async def _notify(self) -> None:
         async with self._changed:

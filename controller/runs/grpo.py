@@ -7,24 +7,28 @@ holds no tensor and no trajectory. Must not know sockets; time is asked of the e
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from waypath.controller.journal import Journal
 from waypath.controller.pacing import Pacing
 from waypath.controller.runs import metrics, programs
+from waypath.controller.runs.executor import Executor
 from waypath.controller.runs.files import RunFiles
+from waypath.controller.runs.members import Members
 from waypath.controller.runs.publication import Begun, Publisher
 from waypath.controller.runs.run import RunRecord
 from waypath.controller.runs.trace import PhaseSpan
-from waypath.controller.runtime import Execution, Results, Runtime
+from waypath.controller.runtime import Execution, Runtime
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import DeadlineError, WorkerLostError
+from waypath.proto.errors import LocalError, WaypathError, WorkerLostError
 
 STOP_WINDOW = 3
+OPENING = "opening trainer and engines"
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,15 @@ class GrpoRun:
         self._journal = journal
         self._resumed = resumed
         self._owner = f"run/{record.run_id}"
-        self._publisher = Publisher(runtime, config, journal, self._owner)
+        self._executor = Executor(
+            runtime, self._owner, config.cluster.rejoin_timeout_s, lambda: self._members.troubles()
+        )
+        self._publisher = Publisher(runtime, self._executor, config, journal)
+        self._members = Members(runtime, self._executor, self._publisher, config, self._fail)
+        self._failure: asyncio.Future[WaypathError] = asyncio.get_running_loop().create_future()
         self._pacing = Pacing(config.algorithm.max_staleness, config.trainer.checkpoint_every)
         self._step_program = programs.step(config)
         self._saving: asyncio.Task[None] | None = None
-        self._joining: set[asyncio.Task[None]] = set()
         self._in_flight: deque[_InFlight] = deque()
         self._rewards: list[float] = list(resumed.rewards) if resumed else []
         self._completed_s = 0.0
@@ -81,75 +89,93 @@ class GrpoRun:
 
     async def run(self) -> str:
         """Runs to the end; returns "done" or "cancelled" (a stop was asked for). Raises the WaypathError that ended it."""
-        with self._runtime.watch_workers(self._joined, self._lost):
+        with self._runtime.watch_workers(self._members.joined, self._lost):
+            work = asyncio.create_task(self._work(), name=self._owner)
             try:
-                await self._open()
-                await self._publish(self.version)
-                if self.eval_before is None and not self._record.stop_requested:
-                    self.eval_before = await self._evaluate()
-                    self._journal.append({"type": "evaluated", "when": "before", "accuracy": self.eval_before})
-                await self._steps()
-                if self._record.stop_requested:
-                    await self._stop()
-                    return "cancelled"
-                self.eval_after = await self._evaluate()
-                self._trace(self._runtime.take_spans(self._owner), self.version)
-                await self._save()
-                await self._saved()
-                await self.export(str(self._record.directory / "export") if self._config.storage.export else "")
-                return "done"
+                ends: set[asyncio.Future[Any]] = {work, self._failure}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise self._failure.result()
+                return work.result()
             finally:
-                for task in [*self._joining, *([self._saving] if self._saving else [])]:
-                    task.cancel()
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                if self._saving is not None:
+                    self._saving.cancel()
+                    await asyncio.gather(self._saving, return_exceptions=True)
+                await self._members.close()
                 self._runtime.release(self._owner, "the run is over")
 
+    async def _work(self) -> str:
+        await self._open()
+        await self._publish(self.version)
+        if self.eval_before is None and not self._record.stop_requested:
+            self.eval_before = await self._evaluate()
+            self._journal.append({"type": "evaluated", "when": "before", "accuracy": self.eval_before})
+        await self._steps()
+        if self._record.stop_requested:
+            await self._stop()
+            return "cancelled"
+        self.eval_after = await self._evaluate()
+        self._trace(self._runtime.take_spans(self._owner), self.version)
+        await self._save()
+        await self._saved()
+        await self._export_own()
+        return "done"
+
+    def _fail(self, error: WaypathError) -> None:
+        """Ends the run with `error`, whatever it is doing."""
+        if not self._failure.done():
+            self._failure.set_result(error)
+
+    def _lost(self, worker: str, role: str, cause: str) -> None:
+        if role == "trainer":
+            self._fail(
+                WorkerLostError(
+                    f"worker {worker} was lost ({cause}), and the policy in training with it",
+                    remedy="resume the run: it goes on from its newest checkpoint",
+                )
+            )
+        else:
+            self._members.lost(worker, role, cause)
+
     async def _open(self) -> None:
-        await self._record.notify(phase="opening trainer and engines")
-        config, runtime = self._config, self._runtime
-        replicas, rewards = runtime.workers("inference"), runtime.workers("reward")
+        await self._record.notify(phase=OPENING)
+        config = self._config
         restore = {"path": self._resumed.path, "step": self._resumed.step} if self._resumed else None
-        trainer = runtime.submit(programs.open_trainer(config, self._record.run_id, restore), {}, owner=self._owner)
-        opening = [self._open_replica(replica) for replica in replicas]
-        opening += [self._open_reward(worker) for worker in rewards]
-        await asyncio.gather(trainer.result(), *(self._unless_lost(each) for each in opening))
-        self._publisher.set_source((await trainer.result())["open"])
+        opening = self._executor.run(
+            programs.open_trainer(config, self._record.run_id, restore), what="opening the trainer"
+        )
+        opened, _ = await asyncio.gather(opening, self._members.open())
+        self._publisher.set_source(opened["open"])
+        await self._compare_fingerprint(next(iter(sorted(opened["open"].items())))[1]["fingerprint"])
         self.version = self._resumed.step if self._resumed else 0
         if self._resumed is None and config.warm_start.steps:
             await self._record.notify(phase=f"warm start, {config.warm_start.steps} supervised steps")
-            await runtime.submit(programs.warm_start(config), {}, owner=self._owner).result()
+            await self._executor.run(programs.warm_start(config), what="the warm start")
             await self._save()
 
-    async def _unless_lost(self, opening: Coroutine[Any, Any, None]) -> None:
-        """A worker that dies while it is opened is opened again when its successor joins."""
-        try:
-            await opening
-        except WorkerLostError as error:
-            self._runtime.log(f"opening: {error}")
-
-    async def _open_replica(self, replica: str) -> None:
-        await self._publisher.open(replica)
-        self._publisher.admit(replica)
-
-    async def _open_reward(self, worker: str) -> None:
-        program = programs.open_member(self._config, "reward", worker)
-        await self._runtime.submit(program, {}, owner=self._owner).result()
-        self._runtime.pool_ready("reward", worker)
+    async def _compare_fingerprint(self, found: Mapping[str, Any]) -> None:
+        """Journals what the run's bits depend on beside its config; a resumed run under another fingerprint is told so."""
+        before = [entry["fingerprint"] for entry in self._journal.entries if entry["type"] == "opened"]
+        self._journal.append({"type": "opened", "fingerprint": dict(found)})
+        changed = fingerprint_changes(before[-1], found) if before and self._resumed else ""
+        if changed:
+            warning = f"warning: resumed under another fingerprint ({changed}): results may differ in their last bits"
+            self._runtime.log(warning)
+            await self._record.notify(phase=f"{OPENING}, {warning}")
 
     async def _publish(self, version: int, begun: Begun | None = None) -> metrics.Publication:
-        publication = await self._publisher.finish(begun or self._publisher.begin(version))
-        for replica in publication.replicas:
-            self._runtime.pool_ready("inference", replica)
-        return publication
+        return await self._publisher.finish(begun or self._publisher.begin(version))
 
     async def _evaluate(self) -> float | None:
-        available = [int(info.get("eval_rows", 0)) for info in self._publisher.info.values()]
-        prompts = min([self._config.evaluation.prompts, *available])
+        wanted = self._config.evaluation.prompts
+        prompts = min(wanted, await self._publisher.eval_rows()) if wanted else 0
         if not prompts:
             return None
         await self._record.notify(phase=f"evaluating {prompts} held-out prompts")
         args = {"step": self.version, "first_group_id": 0, "version": self.version}
-        execution = self._runtime.submit(programs.evaluate(self._config, prompts), args, owner=self._owner)
-        results = await self._result(execution, "the evaluation")
+        results = await self._executor.run(programs.evaluate(self._config, prompts), args, what="the evaluation")
         rewards = [
             float(result["reward_sum"])
             for node, parts in results.items()
@@ -175,23 +201,6 @@ class GrpoRun:
                 return
             await self._complete(self._in_flight.popleft())
 
-    async def _result(self, execution: Execution, what: str) -> Results:
-        """Waits for sampled work, which may also have to wait for a worker that was lost to come back.
-
-        Raises DeadlineError that says what it waits for.
-        """
-        limits = self._config.deadlines
-        limit_s = limits.generate_s + limits.score_s + limits.train_s + self._config.cluster.rejoin_timeout_s
-        limit_s *= 1 + self._config.algorithm.max_staleness
-        try:
-            async with asyncio.timeout(limit_s):
-                return await execution.result()
-        except TimeoutError:
-            waits = "; ".join(self._runtime.waits(execution)) or "nothing"
-            raise DeadlineError(
-                f"{what} is not done after {limit_s:g} s: {waits}", remedy="look into the logs of the workers named"
-            ) from None
-
     def _reward_reached(self) -> bool:
         """Stops early once the mean reward of the last three steps passes `stop_at_reward`; the same in every rerun."""
         target, window = self._config.stop_at_reward, self._rewards[-STOP_WINDOW:]
@@ -204,7 +213,7 @@ class GrpoRun:
             "version": self._pacing.sampling_version(step),
             "samples": self._config.log.samples_per_step,
         }
-        execution = self._runtime.submit(self._step_program, args, owner=self._owner)
+        execution = self._executor.submit(self._step_program, args)
         publication = None
         if self._config.algorithm.max_staleness:  # the next step may be in the trainer's queue before this one is done
             publication = self._publisher.begin(step + 1, ahead=True)
@@ -212,7 +221,7 @@ class GrpoRun:
 
     async def _complete(self, item: _InFlight) -> None:
         await self._record.notify(phase=f"step {item.step}")
-        results = await self._result(item.execution, f"step {item.step}")
+        results = await self._executor.result(item.execution, f"step {item.step}")
         publication = await self._publish(item.step + 1, item.publication)
         self.version = item.step + 1
         now_s = time.monotonic()
@@ -253,21 +262,17 @@ class GrpoRun:
         if self._saved_version == self.version:
             return
         self._saved_version = self.version
-        execution = self._runtime.submit(programs.save(self._config), {"step": self.version}, owner=self._owner)
-        await execution.node("save")
-        self._saving = asyncio.create_task(self._finish_save(execution, self.version))
+        what = f"the checkpoint of version {self.version}"
+        record = {"type": "checkpoint", "step": self.version, "rewards": self._rewards[-STOP_WINDOW:]}
+        execution = self._executor.submit(programs.save(self._config), {"step": self.version})
+        await self._executor.node(execution, "save", what)
+        self._saving = asyncio.create_task(self._finish_save(execution, record, what))
 
-    async def _finish_save(self, execution: Execution, version: int) -> None:
-        results = await execution.result()
+    async def _finish_save(self, execution: Execution, record: Mapping[str, Any], what: str) -> None:
+        """Journals `record`, made when the state was copied: steps that end before the write does are not in it."""
+        results = await self._executor.result(execution, what)
         saved = next(iter(sorted(results["save_wait"].items())))[1]
-        self._journal.append(
-            {
-                "type": "checkpoint",
-                "step": version,
-                "path": saved["checkpoint"],
-                "rewards": self._rewards[-STOP_WINDOW:],
-            }
-        )
+        self._journal.append({**record, "path": saved["checkpoint"]})
 
     async def _saved(self) -> None:
         if self._saving is not None:
@@ -281,37 +286,26 @@ class GrpoRun:
             await self._save()
         await self._saved()
 
+    async def _export_own(self) -> None:
+        """Exports into the run's folder, over what an end that was interrupted left there: it can be made again."""
+        target = self._record.directory / "export"
+        if target.exists():
+            try:
+                await asyncio.to_thread(shutil.rmtree, target)
+            except OSError as error:
+                raise LocalError(f"the unfinished export {target} cannot be replaced: {error}") from error
+        await self.export(str(target) if self._config.storage.export else "")
+
     async def export(self, out_dir: str) -> None:
         """Digests the trainer's parameters and writes them to `out_dir` ("": digest only)."""
         await self._record.notify(phase="exporting")
-        execution = self._runtime.submit(programs.export(self._config), {"out_dir": out_dir}, owner=self._owner)
-        results = await execution.result()
+        results = await self._executor.run(programs.export(self._config), {"out_dir": out_dir}, what="the export")
         exported = next(iter(sorted(results["export"].items())))[1]
         self.params_digest = str(exported["params_digest"])
         self.export_dir = str(exported["export_dir"]) if exported.get("export_dir") else None
 
-    def _joined(self, worker: str, role: str) -> None:
-        if role in ("inference", "reward"):
-            task = asyncio.create_task(self._join(worker, role), name=f"join {worker}")
-            self._joining.add(task)
-            task.add_done_callback(self._join_done)
 
-    def _join_done(self, task: asyncio.Task[None]) -> None:
-        self._joining.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._runtime.log(f"{task.get_name()}: {task.exception()}")
-
-    async def _join(self, worker: str, role: str) -> None:
-        if role == "reward":
-            await self._open_reward(worker)
-            return
-        await self._publisher.open(worker)
-        if self._config.algorithm.max_staleness:
-            self._publisher.admit(worker)  # the trainer never stands still: the next publication brings it in
-            return
-        await self._publisher.join(worker)
-        self._runtime.pool_ready("inference", worker)
-
-    def _lost(self, worker: str, role: str) -> None:
-        if role == "inference":
-            self._publisher.lost(worker)
+def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two fingerprints, as "threads: 1 → 2"; "" where nothing does."""
+    keys = sorted((before.keys() | now.keys()) - {"id"})
+    return "; ".join(f"{key}: {before.get(key)} → {now.get(key)}" for key in keys if before.get(key) != now.get(key))

@@ -22,6 +22,22 @@ INFERENCE = Pool("inference")
 REWARD = Pool("reward")
 
 
+def _generate_s(config: RunConfig) -> float:
+    """Steps that overlap queue for the same engines."""
+    return config.deadlines.generate_s * (1 + config.algorithm.max_staleness)
+
+
+def _score_s(config: RunConfig) -> float:
+    """A score is told to its worker together with the groups that it reads, and these may have to run again."""
+    limits, overlap = config.deadlines, 1 + config.algorithm.max_staleness
+    return (limits.generate_s + limits.score_s) * overlap + config.cluster.rejoin_timeout_s
+
+
+def _step_s(config: RunConfig) -> float:
+    """From a step's dispatch until it has trained: behind the steps in flight, with one wait for a worker to come back."""
+    return _score_s(config) + config.deadlines.train_s * (1 + config.algorithm.max_staleness)
+
+
 def open_trainer(config: RunConfig, run_id: str, restore: Mapping[str, Any] | None) -> Program:
     """Loads or initialises the model on the trainer slice, or restores `restore` = {"path", "step"}.
 
@@ -68,7 +84,7 @@ def _groups(
             "generate",
             on=INFERENCE,
             options={"offset": offset, **options},
-            deadline_s=config.deadlines.generate_s,
+            deadline_s=_generate_s(config),
             node_id=f"generate_{offset}",
         )
         groups.append(group)
@@ -79,7 +95,7 @@ def _groups(
                 group,
                 on=REWARD,
                 options={"offset": offset},
-                deadline_s=config.deadlines.generate_s + config.deadlines.score_s,
+                deadline_s=_score_s(config),
                 node_id=f"score_{offset}",
             )
         )
@@ -97,16 +113,7 @@ def step(config: RunConfig) -> Program:
         greedy=False,
         group_size=config.algorithm.group_size,
     )
-    limits = config.deadlines
-    builder.call(
-        "trainer",
-        "train",
-        *groups,
-        *scores,
-        on=TRAINER,
-        deadline_s=limits.generate_s + limits.score_s + limits.train_s,
-        node_id="train",
-    )
+    builder.call("trainer", "train", *groups, *scores, on=TRAINER, deadline_s=_step_s(config), node_id="train")
     return builder.build()
 
 
@@ -126,14 +133,14 @@ def publish(
 ) -> Program:
     """Stages the trainer's policy on the replicas that are keys of `copies` (their slice copies). Argument: version.
 
-    A replica that is lost meanwhile is dropped: the others go on. With `cached` the trainer serves what it still exposes,
-    without its device thread, which is how a replica joins in the middle of a step; `ahead` is said of a version that a
-    step in flight will make.
+    A replica that fails or is lost meanwhile is dropped: the others go on. With `cached` the trainer serves what it still
+    exposes, without its device thread, which is how a replica joins in the middle of a step; `ahead` is said of a version
+    that a step in flight will make.
     """
     builder = ProgramBuilder("join" if cached else "publish")
-    limits, deadline_s = config.deadlines, config.deadlines.publish_s
+    deadline_s = config.deadlines.publish_s
     if ahead:  # waits in the trainer's gang order behind the steps that are in flight
-        deadline_s += (limits.generate_s + limits.score_s + limits.train_s) * (1 + config.algorithm.max_staleness)
+        deadline_s += _step_s(config)
     source = builder.call(
         "trainer", "exposed" if cached else "expose", on=TRAINER, deadline_s=deadline_s, node_id="expose"
     )
@@ -152,14 +159,14 @@ def publish(
 
 
 def commit(config: RunConfig, replicas: Sequence[str], method: str = "commit") -> Program:
-    """Commits (or, with method `abort`, drops) the staged version on `replicas`. Argument: version."""
+    """Commits (or, with method `abort`, drops) the staged version on `replicas`; drops one that fails. Argument: version."""
     builder = ProgramBuilder(method)
     for replica in replicas:
         builder.call(
             "rollout",
             method,
             on=Slice(replica),
-            deadline_s=config.deadlines.publish_s + config.deadlines.generate_s,
+            deadline_s=config.deadlines.publish_s + _generate_s(config),
             on_worker_lost="drop",
             node_id=f"{method}_{replica}",
         )

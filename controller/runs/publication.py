@@ -3,9 +3,13 @@
 Owns which replicas are open, what they hold, and the version that is committed. The planner makes the copies; workers move
 and verify them; the decision is journaled before the commit is sent. Must not know: sockets, tensors, how a step trains.
 
-A replica that is lost while it stages is dropped; one whose staged weights do not verify is fenced (told to leave, so that
-its supervisor starts it anew). Either way the others go on (PARTIAL). A replica that joins pulls the committed version
-from what the trainer still exposes; while the trainer steps there is nothing to pull, and it waits for the next one.
+A replica that is lost while it stages or commits is left out; one that fails, or whose staged weights do not verify, is
+fenced (told to leave, so that its supervisor starts it anew). Either way the others go on (PARTIAL). A replica that joins
+pulls the committed version from what the trainer still exposes; while the trainer steps there is nothing to pull, and it
+waits for the next one.
+
+A replica is a process, not a name: a successor under the same name has staged nothing, so it is neither sent the commit of
+its predecessor's version nor declared ready on its behalf.
 """
 
 from __future__ import annotations
@@ -18,38 +22,49 @@ from typing import Any
 from waypath.controller import reshard
 from waypath.controller.journal import Journal
 from waypath.controller.runs import programs
+from waypath.controller.runs.executor import Executor
 from waypath.controller.runs.metrics import Publication
 from waypath.controller.runtime import Execution, Runtime
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import CancelledError, RemoteError, TransferError, UnavailableError, WaypathError
+from waypath.proto.errors import DeadlineError, TransferError, UnavailableError, WaypathError, WorkerLostError
 from waypath.proto.layout import Layout
 
 
 @dataclass(frozen=True)
+class _Replica:
+    """An engine that was opened: the process, and where its tensors lie."""
+
+    incarnation: str
+    layout: Layout
+    info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Begun:
-    """A publication that was dispatched: to whom, and the planner's bound over all of them."""
+    """A publication that was dispatched: to which processes (name → incarnation), and the planner's bound over all of them."""
 
     version: int
     execution: Execution
     lower_bound_bytes: int
-    replicas: list[str]
+    replicas: Mapping[str, str]
 
 
 class Publisher:
     """The publications of one run."""
 
-    def __init__(self, runtime: Runtime, config: RunConfig, journal: Journal, owner: str) -> None:
+    def __init__(self, runtime: Runtime, executor: Executor, config: RunConfig, journal: Journal) -> None:
         self._runtime = runtime
+        self._executor = executor
         self._config = config
         self._journal = journal
-        self._owner = owner
         self._source: Layout | None = None
-        self._layouts: dict[str, Layout] = {}
+        self._opened: dict[str, _Replica] = {}
         self._members: set[str] = set()
         self._in_flight = 0
-        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()  # of the publication that is under way, or the next one
+        self._eval_rows = 0
+        self._any_opened = asyncio.Event()
         self.committed = -1
-        self.info: dict[str, dict[str, Any]] = {}
 
     @property
     def replicas(self) -> list[str]:
@@ -62,12 +77,25 @@ class Publisher:
         self._source = layouts[0].merged(*layouts[1:])
 
     async def open(self, replica: str) -> None:
-        """Opens the engine on `replica` and checks that every tensor it wants has a source."""
-        execution = self._runtime.submit(programs.open_member(self._config, "rollout", replica), {}, owner=self._owner)
-        results = await execution.result()
+        """Opens the engine on `replica`. Raises WorkerLostError where another process has its name by then."""
+        incarnation = self._runtime.incarnation(replica)
+        program = programs.open_member(self._config, "rollout", replica)
+        results = await self._executor.run(program, what=f"opening the engine on {replica}")
+        if not incarnation or self._runtime.incarnation(replica) != incarnation:
+            raise WorkerLostError(f"worker {replica} was lost while its engine was opened")
         info = results["open"][replica]
-        self._layouts[replica] = Layout.from_json(info["layout"])
-        self.info[replica] = {key: value for key, value in info.items() if key != "layout"}
+        self._opened[replica] = _Replica(incarnation, Layout.from_json(info["layout"]), info)
+        self._eval_rows = int(info.get("eval_rows", 0))
+        self._any_opened.set()
+
+    async def eval_rows(self) -> int:
+        """How many held-out prompts the task has, as soon as an engine was opened; DeadlineError where none ever is."""
+        limit_s = self._config.deadlines.open_s + self._config.cluster.rejoin_timeout_s
+        try:
+            await asyncio.wait_for(self._any_opened.wait(), limit_s)
+        except TimeoutError:
+            raise DeadlineError(f"no inference worker opened its engine within {limit_s:g} s") from None
+        return self._eval_rows
 
     def admit(self, replica: str) -> None:
         """From the next publication on, `replica` takes part."""
@@ -76,98 +104,132 @@ class Publisher:
     def lost(self, replica: str) -> None:
         """Forgets a replica whose worker is gone."""
         self._members.discard(replica)
-        self._layouts.pop(replica, None)
+        self._opened.pop(replica, None)
+
+    def _present(self, replica: str, incarnation: str) -> bool:
+        """Is that very process still opened?"""
+        opened = self._opened.get(replica)
+        return opened is not None and opened.incarnation == incarnation
 
     def _copies(self, replicas: list[str]) -> tuple[dict[str, list[dict[str, Any]]], int]:
         if self._source is None:
             raise TransferError("the trainer has not reported its layout")
         copies, bound = {}, 0
         for replica in replicas:
-            plan = reshard.plan(self._source, self._layouts[replica])
+            plan = reshard.plan(self._source, self._opened[replica].layout)
             copies[replica] = [copy.to_json() for copy in plan.copies]
             bound += plan.lower_bound_bytes
         return copies, bound
 
     def begin(self, version: int, ahead: bool = False) -> Begun:
         """Dispatches the staging of `version`, which the trainer has just made (or, with `ahead`, will have made)."""
-        replicas = self.replicas
-        copies, bound = self._copies(replicas)
+        copies, bound = self._copies(self.replicas)
+        execution = self._executor.submit(programs.publish(self._config, copies, ahead=ahead), {"version": version})
         self._in_flight += 1
-        execution = self._runtime.submit(
-            programs.publish(self._config, copies, ahead=ahead), {"version": version}, owner=self._owner
-        )
-        return Begun(version, execution, bound, replicas)
+        return Begun(version, execution, bound, {r: self._opened[r].incarnation for r in copies})
 
     async def finish(self, begun: Begun) -> Publication:
-        """Waits for the staging, decides, journals the decision and commits. Raises TransferError where no replica verified."""
+        """Waits for the staging, decides, journals the decision, commits, and declares ready who committed.
+
+        Raises TransferError where a replica failed or did not verify and none is left.
+        """
         version, replicas = begun.version, begun.replicas
         try:
-            results = await begun.execution.result()
-            staged = {r: results[f"stage_{r}"].get(r) for r in replicas if f"stage_{r}" in results}
-            verified = sorted(r for r, result in staged.items() if result and result.get("verified"))
-            refused = sorted(r for r, result in staged.items() if result and not result.get("verified"))
-            if refused and not verified:
-                raise TransferError(
-                    f"policy version {version} does not verify on any replica: "
-                    + "; ".join(f"{r}: {staged[r].get('mismatch', 'digests differ')}" for r in refused),  # type: ignore[union-attr]
-                )
-            outcome = "COMMITTED" if len(verified) == len(replicas) else "PARTIAL"
-            self._journal.append({"type": "publication", "version": version, "outcome": outcome, "replicas": verified})
-            stall_s = await self._commit(version, verified)
-            for replica in refused:
-                self._runtime.fence(replica, f"policy version {version} did not verify there")
+            results = await self._executor.result(begun.execution, f"staging policy version {version}")
+            staged = {r: found for r in replicas for found in results.get(f"stage_{r}", {}).values()}
+            verified = sorted(r for r, found in staged.items() if found.get("verified"))
+            refused = {r: _reason(found) for r, found in staged.items() if not found.get("verified")}
+            self._fence(version, "stage", replicas, refused, left=verified)
+            present = [r for r in verified if self._present(r, replicas[r])]
+            outcome = "COMMITTED" if len(present) == len(replicas) else "PARTIAL"
+            self._journal.append({"type": "publication", "version": version, "outcome": outcome, "replicas": present})
+            stalls_s = await self._commit(version, {r: replicas[r] for r in present})
             self.committed = version
+            for replica in stalls_s:
+                self._runtime.pool_ready("inference", replica, replicas[replica])
         finally:
             self._in_flight -= 1
-            self._changed.set()
-        reports = [staged[r] or {} for r in verified]
+            self._ended.set()
+            self._ended = asyncio.Event()
         return Publication(
             version=version,
-            bytes=sum(int(report["publish_bytes"]) for report in reports),
+            bytes=sum(int(staged[r]["publish_bytes"]) for r in verified),
             lower_bound_bytes=begun.lower_bound_bytes,
-            egress_bytes=sum(int(report.get("egress_bytes", report["publish_bytes"])) for report in reports),
-            stall_s=stall_s,
+            egress_bytes=sum(int(found.get("publish_bytes", 0)) for found in staged.values()),
+            stall_s=max(stalls_s.values(), default=0.0),
             outcome=outcome,
-            replicas=tuple(verified),
+            replicas=tuple(present),
         )
 
-    async def _commit(self, version: int, replicas: list[str]) -> float:
+    def _fence(
+        self, version: int, what: str, replicas: Mapping[str, str], failed: Mapping[str, str], left: list[str]
+    ) -> None:
+        if not failed:
+            return
+        reasons = "; ".join(f"{replica}: {reason}" for replica, reason in sorted(failed.items()))
+        if not left:
+            raise TransferError(f"no replica could {what} policy version {version}: {reasons}")
+        for replica, reason in failed.items():
+            self._members.discard(replica)
+            self._runtime.fence(replica, replicas[replica], f"it could not {what} policy version {version}: {reason}")
+
+    async def _commit(self, version: int, replicas: Mapping[str, str]) -> dict[str, float]:
+        """Commits on these processes; returns those that serve the version now, and how long each stood still for it."""
         if not replicas:
-            return 0.0
-        execution = self._runtime.submit(
-            programs.commit(self._config, replicas), {"version": version}, owner=self._owner
-        )
-        results = await execution.result()
-        stalls = [float(result.get("stall_s", 0.0)) for node in results.values() for result in node.values() if result]
-        return max(stalls, default=0.0)
+            return {}
+        program = programs.commit(self._config, sorted(replicas))
+        results = await self._executor.run(program, {"version": version}, what=f"committing policy version {version}")
+        reports = {r: report for r in replicas for report in results.get(f"commit_{r}", {}).values()}
+        failed = {r: str(report["error"]) for r, report in reports.items() if "error" in report}
+        serving = sorted(reports.keys() - failed.keys())
+        self._fence(version, "commit", replicas, failed, left=serving)
+        return {r: float(reports[r].get("stall_s", 0.0)) for r in serving}
 
     async def join(self, replica: str) -> None:
-        """Brings an opened replica to the committed version and admits it; waits for the next publication where it must."""
+        """Brings an opened replica to the committed version, admits it and declares it ready.
+
+        Waits for the next publication where the trainer exposes nothing. Raises DeadlineError where none ends in the time
+        of a step; a replica that fails is fenced.
+        """
+        limit_s = self._executor.limit_s(programs.step(self._config))
         while True:
-            version = self.committed
+            ended, version = self._ended, self.committed
             if version >= 0 and self._in_flight == 0 and await self._pull_cached(replica, version):
                 if self._in_flight == 0 and version == self.committed:
                     self.admit(replica)
+                    self._runtime.pool_ready("inference", replica, self._opened[replica].incarnation)
                     return
                 continue
-            self._changed.clear()
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(ended.wait(), limit_s)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{replica} waited {limit_s:g} s for a publication after version {version} that it could join"
+                ) from None
 
     async def _pull_cached(self, replica: str, version: int) -> bool:
+        incarnation = self._opened[replica].incarnation
         copies, _ = self._copies([replica])
         program = programs.publish(self._config, copies, cached=True)
         try:
-            execution = self._runtime.submit(program, {"version": version}, owner=self._owner)
-            results = await execution.result()
-            report = results.get(f"stage_{replica}", {}).get(replica)
-            if not report or not report.get("verified"):
-                raise RemoteError(f"policy version {version} did not verify on {replica}")
-            await self._commit(version, [replica])
-        except CancelledError:
-            raise
+            results = await self._executor.run(program, {"version": version}, what=f"staging version {version}")
         except (UnavailableError, TransferError):
-            return False
+            return False  # the trainer has gone on, and exposes this version no more
+        report = results.get(f"stage_{replica}", {}).get(replica)
+        if report is None:
+            raise WorkerLostError(f"worker {replica} was lost while it joined")
+        if report.get("kind") == "TransferError":
+            return False  # as above, in the middle of the pull
+        try:
+            if not report.get("verified"):
+                raise TransferError(_reason(report))
+            await self._commit(version, {replica: incarnation})
         except WaypathError as error:
-            self._runtime.fence(replica, f"could not join: {error}")
+            self._runtime.fence(replica, incarnation, f"could not join: {error}")
             raise
         return True
+
+
+def _reason(report: Mapping[str, Any]) -> str:
+    """Why a stage node's report is no success."""
+    return str(report.get("error") or report.get("mismatch") or "digests differ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 import waypath
-from tests.cluster import Command, comparable, read_metrics, read_result, running, small
+from tests.cluster import Command, comparable, eventually, read_metrics, read_result, running, small
 from waypath.proto.config import RunConfig
 
 STEPS = 6
@@ -90,6 +92,33 @@ def test_kill_9_of_a_trainer_stops_the_run_with_its_cause_and_it_resumes_to_the_
     result = read_result(tmp_path / "runs", run.id)
     assert result["params_digest"] == undisturbed[0].params_digest
     assert comparable(read_metrics(tmp_path / "runs", run.id), "publish_", "egress_") == undisturbed[1]
+
+
+@pytest.mark.parametrize(
+    "evaluation", [pytest.param(2, id="final"), pytest.param(1, id="initial", marks=pytest.mark.slow)]
+)
+def test_kill_9_of_a_trainer_that_waits_for_an_evaluation_stops_the_run_at_once_and_it_resumes(
+    tmp_path: Path, evaluation: int, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(_config(tmp_path).to_toml())
+    slow = "reward.function=tests.rewards:slow"  # the same rewards, with time to kill
+    with Command(["run", str(path), "--plain", "--set", slow], tmp_path) as command:
+        eventually(lambda: command.output().count("evaluating") == evaluation, f"evaluation {evaluation}")
+        os.kill(command.children()["trainer-1"], signal.SIGKILL)
+        assert command.wait(60) == 1, command.output()
+        output = command.output()
+    run_id = next(iter((tmp_path / "runs").glob("*/journal"))).parent.name
+    failed = read_result(tmp_path / "runs", run_id)
+    assert failed["status"] == "failed", output
+    assert "trainer-" in failed["cause"] and "was lost" in failed["cause"]
+    assert re.search(r"cause: worker trainer-\d was lost .*\n  trainer-1 \(pid \d+\) was killed by SIGKILL", output), (
+        output
+    )
+    assert f"waypath run --resume {run_id}" in output
+    with Command(["run", "--resume", run_id, "--run-dir", str(tmp_path / "runs")], tmp_path) as command:
+        assert command.wait() == 0, command.output()
+    assert read_result(tmp_path / "runs", run_id)["params_digest"] == undisturbed[0].params_digest
 
 
 @pytest.mark.slow
