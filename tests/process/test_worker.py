@@ -69,7 +69,7 @@ def registered(link: FakeController) -> pb.Register:
 
 def start(link: FakeController, *nodes: pb.Node, **locations: list[str]) -> None:
     install(link, *nodes)
-    link.send(execute=execute(*(n.node_id for n in nodes), **locations))
+    link.send(execute=execute(*(n.node_id for n in nodes), attempt=0, gang=0, **locations))
 
 
 async def result(link: FakeController, node_id: str) -> dict[str, Any]:
