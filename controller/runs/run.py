@@ -1,6 +1,6 @@
 """A run's record: who follows it, how it stands, how it ends. Its states are few and one-way.
 
-    running → done | failed | cancelled
+    running → done | failed | cancelled (it was asked to stop) | interrupted (its controller was)
 
 Must not know how steps are computed. The manager makes records, the GRPO loop writes to them, watchers read.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from waypath.controller.runs.files import read_lines
+from waypath.controller.runs.disk import LineReader
 from waypath.proto.config import RunConfig
 
 
@@ -47,28 +47,37 @@ class RunRecord:
             self.changed.notify_all()
 
     async def finish(self, result: Mapping[str, Any]) -> None:
-        """Records the end and wakes the watchers."""
+        """Records the end and wakes the watchers. It is recorded also where the wait for them is cancelled."""
+        self.result = result
+        self.steps = int(result["steps"])
+        self.phase = str(result["status"])
         async with self.changed:
-            self.result = result
-            self.steps = int(result["steps"])
-            self.phase = str(result["status"])
             self.changed.notify_all()
 
     async def watch(self, from_step: int) -> AsyncIterator[tuple[str, Any]]:
-        """Yields ("metrics", line), ("phase", text) and at last ("result", value); follows the files from `from_step`."""
-        next_step, phase = from_step, ""
+        """Yields ("metrics", line), ("phase", text) and at last ("result", value); follows the files from `from_step`.
+
+        A line of the file is read once, beside the loop. Raises LocalError where it cannot be read.
+        """
+        next_step, told = from_step, ""
+        reader = LineReader(self.directory / "metrics.jsonl")
         while True:
-            lines = [line for line in read_lines(self.directory / "metrics.jsonl") if int(line["step"]) >= next_step]
-            result = self.result
-            for line in lines:
-                next_step = int(line["step"]) + 1
-                yield "metrics", line
+            result, steps, phase = (
+                self.result,
+                self.steps,
+                self.phase,
+            )  # asked first: what led to them is in the file then
+            while lines := await asyncio.to_thread(reader.read):
+                for line in lines:
+                    if int(line["step"]) >= next_step:
+                        next_step = int(line["step"]) + 1
+                        yield "metrics", line
             if result is not None:
                 yield "result", dict(result)
                 return
-            if self.phase != phase:
-                phase = self.phase
+            if phase != told:
+                told = phase
                 yield "phase", phase
             async with self.changed:
-                while self.result is None and self.phase == phase and self.steps <= next_step:
+                while self.result is None and (self.steps, self.phase) == (steps, phase):
                     await self.changed.wait()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped,unused-ignore]
 
 from waypath.controller.runs import metrics
-from waypath.controller.runs.files import RunFiles, read_lines
-from waypath.controller.runs.trace import PhaseSpan, union_s
+from waypath.controller.runs.disk import LineReader, last_line, read_lines, write_whole
+from waypath.controller.runs.files import RunFiles
+from waypath.controller.runs.run import RunRecord
+from waypath.controller.runs.trace import PhaseSpan, Trace, union_s
 from waypath.proto import config
+from waypath.proto.errors import LocalError
 
 CONFIG = config.load({"model": {"random": {"alphabet": "01>\n"}}, "task": {"name": "sort"}})
 S = 1_000_000_000
@@ -100,3 +109,149 @@ def test_trace_is_json_that_names_the_workers(tmp_path: Path) -> None:
     assert [e["args"] for e in events] == [{"name": "trainer-0"}, {"step": 5}]
     assert (events[1]["ts"], events[1]["dur"]) == (1.0, 2.0)
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 5, 30])
+def test_the_trace_of_a_resumed_run_goes_on_also_behind_a_torn_event(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for part in range(3):
+        trace = Trace(path)
+        trace.add([PhaseSpan("trainer-0", "train", 1_000, 3_000), PhaseSpan(f"new-{part}", "x", 0, 1)], step=part)
+        if part == 2 or not cut:
+            trace.close()
+        else:  # killed: the array is open, and perhaps its last event torn
+            trace._file.close()
+            os.truncate(path, path.stat().st_size - cut + 1)
+    events = json.loads(path.read_text())["traceEvents"]
+    trained = [event for event in events if event["name"] == "train"]
+    assert [event["args"]["step"] for event in trained] == [0, 1, 2]
+    names = [(event["args"]["name"], event["pid"]) for event in events if event["ph"] == "M"]
+    assert len(set(names)) == len(names) == len({pid for _, pid in names}) == 4
+    assert {event["pid"] for event in trained} == {dict(names)["trainer-0"]}
+
+
+def test_a_trace_that_is_no_trace_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for text in ("", "{", '{"displayTimeUnit":"ms","traceEvents":[\n'):
+        path.write_text(text)
+        trace = Trace(path)
+        trace.add([PhaseSpan("a", "x", 0, 1)], step=0)
+        trace.close()
+        assert len(json.loads(path.read_text())["traceEvents"]) == 2
+
+
+def events(folder: Path) -> Iterator[Event]:
+    """The events of TensorBoard's files: length u64 | CRC u32 | event | CRC u32."""
+    for path in sorted(folder.iterdir()):
+        data, offset = path.read_bytes(), 0
+        while offset < len(data):
+            (length,) = struct.unpack_from("<Q", data, offset)
+            yield Event.FromString(data[offset + 12 : offset + 12 + length])
+            offset += length + 16
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, CONFIG)
+    files.metrics({"step": 0, "reward_mean": 0.25, "optimizer_step": None})
+    files.metrics({"step": 1, "reward_mean": 0.5})
+    files.close()
+    assert not [event for event in events(tmp_path / "tensorboard") if event.HasField("session_log")]
+    RunFiles(tmp_path, CONFIG, start_step=1).close()
+    found = list(events(tmp_path / "tensorboard"))
+    assert found[0].file_version == "brain.Event:2"
+    scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value]
+    assert scalars == [(0, "reward_mean", 0.25), (1, "reward_mean", 0.5)]
+    assert [e.step for e in found if e.session_log.status == SessionLog.START] == [1]
+
+
+def full_disk(*args: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RunFiles(tmp_path, CONFIG)
+    files.result({"status": "failed"})
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", full_disk)
+        for _ in range(20):  # tensorboardX's own writer waits for ever after the tenth
+            with pytest.raises(LocalError, match=r"tensorboard/events\.out\.tfevents.* No space left on device"):
+                files.metrics({"step": 0, "reward_mean": 0.5})
+        with pytest.raises(LocalError, match=r"result\.json could not be written: No space left on device"):
+            files.result({"status": "done"})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "failed"}
+    assert not list(tmp_path.glob("*.part"))
+    files.close()
+    with pytest.raises(LocalError, match=r"config\.toml could not be written"):
+        (tmp_path / "config.toml").unlink()
+        (tmp_path / "config.toml").mkdir()
+        RunFiles(tmp_path, CONFIG)
+
+
+def test_write_whole_leaves_nothing_half_written(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", "one")
+    write_whole(tmp_path / "a", "two")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "two")]
+
+
+def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    reader = LineReader(path)
+    assert reader.read() == []
+    path.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    assert (reader.read(1), reader.read(), reader.read()) == ([{"step": 0}], [{"step": 1}], [])
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert (reader.read(), reader.read()) == ([{"step": 2}], [])
+    path.write_text('{"step": 7}\n')
+    assert reader.read() == [{"step": 7}]
+    assert last_line(path) == {"step": 7}
+    path.write_text('{"step": 7}\nnull\n{"st')
+    assert last_line(path) == {"step": 7}
+    with pytest.raises(LocalError, match=r"lines\.jsonl: the line at byte 12 is not an object"):
+        list(read_lines(path))
+    with pytest.raises(LocalError, match="could not be read: Is a directory"):
+        list(read_lines(tmp_path))
+
+
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_a_follower_parses_each_line_once(ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ahead`: steps that the record counts and the file lost; the follower waits all the same."""
+    parsed: list[bytes] = []
+    reads: list[int] = []
+    parse, read = LineReader._parse, LineReader.read
+
+    def counted(self: LineReader, line: bytes) -> dict[str, Any]:
+        parsed.append(line)
+        return parse(self, line)
+
+    def watched(self: LineReader, limit: int = 1000) -> list[dict[str, Any]]:
+        reads.append(limit)
+        return read(self, limit)
+
+    monkeypatch.setattr(LineReader, "_parse", counted)
+    monkeypatch.setattr(LineReader, "read", watched)
+
+    async def scenario() -> list[tuple[str, Any]]:
+        record = RunRecord("r", tmp_path, CONFIG, phase="opening")
+        told: list[tuple[str, Any]] = []
+
+        async def follow() -> None:
+            async for update in record.watch(1):
+                told.append(update)
+
+        follower = asyncio.create_task(follow())
+        for step in range(20):
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step}) + "\n")
+            await record.notify(phase=f"step {step}", steps=step + 1 + ahead)
+            while ("phase", f"step {step}") not in told:
+                await asyncio.sleep(0)
+        await record.finish({"status": "done", "steps": 20})
+        await asyncio.wait_for(follower, 10.0)
+        return told
+
+    told = asyncio.run(asyncio.wait_for(scenario(), 30.0))
+    assert [value["step"] for kind, value in told if kind == "metrics"] == list(range(1, 20))
+    assert told[-1] == ("result", {"status": "done", "steps": 20})
+    assert len(parsed) == 20
+    assert len(reads) < 100
