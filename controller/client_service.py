@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from waypath.controller.runs.files import dump_line, read_lines
+from waypath.controller.runs.disk import LineReader, dump_line
 from waypath.controller.runs.manager import RunManager
 from waypath.controller.runtime import Runtime
 from waypath.controller.status import describe
@@ -16,6 +17,11 @@ from waypath.proto.client_pb2_grpc import ClientServicer
 from waypath.proto.errors import WaypathError, trailer
 
 T = TypeVar("T")
+
+
+async def _refuse(context: Any, error: WaypathError) -> None:
+    context.set_trailing_metadata(trailer(error))
+    await context.abort(error.status, str(error))
 
 
 class ClientService(ClientServicer):
@@ -30,8 +36,16 @@ class ClientService(ClientServicer):
         try:
             return await work()
         except WaypathError as error:
-            context.set_trailing_metadata(trailer(error))
-            await context.abort(error.status, str(error))
+            await _refuse(context, error)
+            raise
+
+    @staticmethod
+    async def _stream(context: Any, updates: AsyncIterator[T]) -> AsyncIterator[T]:
+        try:
+            async for update in updates:
+                yield update
+        except WaypathError as error:
+            await _refuse(context, error)
             raise
 
     async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
@@ -55,32 +69,27 @@ class ClientService(ClientServicer):
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsReply:
         """Lists the runs of the run folder."""
-        reply = pb.ListRunsReply()
-        for record in self._manager.records():
-            cause = str((record.result or {}).get("cause") or "")
-            reply.runs.add(
-                run_id=record.run_id,
-                status=record.status,
-                steps=record.steps,
-                cause=cause,
-                directory=str(record.directory),
-            )
-        return reply
+
+        async def work() -> pb.ListRunsReply:
+            listed = await self._manager.listing()
+            return pb.ListRunsReply(runs=[pb.RunSummary(**entry) for entry in listed])
+
+        return await self._answer(context, work)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.RunUpdate]:
         """Streams metrics lines from `from_step` on, phases, and the result."""
 
-        async def find() -> Any:
-            return self._manager.record(request.run_id)
+        async def updates() -> AsyncIterator[pb.RunUpdate]:
+            async for kind, value in self._manager.attach(request.run_id).watch(request.from_step):
+                if kind == "metrics":
+                    yield pb.RunUpdate(metrics_json=json.dumps(value))
+                elif kind == "result":
+                    yield pb.RunUpdate(result_json=json.dumps(value))
+                else:
+                    yield pb.RunUpdate(phase=value)
 
-        record = await self._answer(context, find)
-        async for kind, value in record.watch(request.from_step):
-            if kind == "metrics":
-                yield pb.RunUpdate(metrics_json=json.dumps(value))
-            elif kind == "result":
-                yield pb.RunUpdate(result_json=json.dumps(value))
-            else:
-                yield pb.RunUpdate(phase=value)
+        async for update in self._stream(context, updates()):
+            yield update
 
     async def CancelRun(self, request: pb.CancelRunRequest, context: Any) -> pb.CancelRunReply:
         """Asks a run to stop."""
@@ -103,13 +112,15 @@ class ClientService(ClientServicer):
     async def Samples(self, request: pb.SamplesRequest, context: Any) -> AsyncIterator[pb.Sample]:
         """Streams recorded samples of one step, or of all (step −1)."""
 
-        async def find() -> Any:
-            return self._manager.record(request.run_id)
+        async def samples() -> AsyncIterator[pb.Sample]:
+            reader = LineReader(self._manager.record(request.run_id).directory / "samples.jsonl")
+            while lines := await asyncio.to_thread(reader.read):
+                for line in lines:
+                    if request.step in (-1, line["step"]):
+                        yield pb.Sample(sample_json=dump_line(line))
 
-        record = await self._answer(context, find)
-        for line in read_lines(record.directory / "samples.jsonl"):
-            if request.step in (-1, line["step"]):
-                yield pb.Sample(sample_json=dump_line(line))
+        async for sample in self._stream(context, samples()):
+            yield sample
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         """Tells what is up and what waits for what."""
@@ -146,7 +157,7 @@ class ClientService(ClientServicer):
                     "steps": record.steps,
                     "phase": record.phase,
                 }
-                for record in self._manager.records()
+                for record in self._manager.kept()
             ],
         }
         return pb.StatusReply(status_json=json.dumps(status))

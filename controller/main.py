@@ -67,16 +67,21 @@ async def serve(args: argparse.Namespace) -> None:
         part.write_text(f"{port}\n")
         os.replace(part, args.port_file)
     logging.getLogger("waypath.controller").info("listening on port %d, epoch %d", port, epoch)
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    stop: asyncio.Future[str] = loop.create_future()
+
+    def told(name: str) -> None:
+        if not stop.done():
+            stop.set_result(name)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told, number.name)
     liveness = asyncio.create_task(runtime.watch_liveness())
-    await stop.wait()
+    name = await stop
     liveness.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await liveness
-    await manager.close()
+    await manager.close(f"its controller was stopped ({name})")
     await runtime.close("the controller is stopping")
     await server.stop(STOP_GRACE_S)
 

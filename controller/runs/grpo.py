@@ -294,15 +294,15 @@ class GrpoRun:
                 await asyncio.to_thread(shutil.rmtree, target)
             except OSError as error:
                 raise LocalError(f"the unfinished export {target} cannot be replaced: {error}") from error
-        await self.export(str(target) if self._config.storage.export else "")
-
-    async def export(self, out_dir: str) -> None:
-        """Digests the trainer's parameters and writes them to `out_dir` ("": digest only)."""
         await self._record.notify(phase="exporting")
+        self.export_dir, self.params_digest = await self.export(str(target) if self._config.storage.export else "")
+
+    async def export(self, out_dir: str) -> tuple[str | None, str]:
+        """Writes the trainer's parameters to `out_dir` ("": digest only); returns where they are, and their digest."""
         results = await self._executor.run(programs.export(self._config), {"out_dir": out_dir}, what="the export")
         exported = next(iter(sorted(results["export"].items())))[1]
-        self.params_digest = str(exported["params_digest"])
-        self.export_dir = str(exported["export_dir"]) if exported.get("export_dir") else None
+        export_dir = exported.get("export_dir")
+        return str(export_dir) if export_dir else None, str(exported["params_digest"])
 
 
 def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -150,3 +150,45 @@ def test_a_full_disk_at_checkpoint_time_stops_the_run_with_its_cause(tmp_path: P
     assert result.status == "failed"
     assert result.cause is not None and "checkpoint" in result.cause.lower()
     assert "File too large" in result.cause or "EFBIG" in result.cause
+
+
+def test_a_full_disk_under_the_controller_ends_the_run_with_its_cause_and_it_resumes(
+    tmp_path: Path, undisturbed: tuple[waypath.RunResult, list[dict[str, object]]]
+) -> None:
+    with running(_config(tmp_path)) as cluster:
+        run = cluster.run()
+        cluster.wait_step(run, 1)
+        controller = psutil.Process(cluster.pids()["controller"])
+        soft, hard = controller.rlimit(resource.RLIMIT_FSIZE)
+        controller.rlimit(resource.RLIMIT_FSIZE, (100, hard))
+        failed = cluster.result(run)
+        (listed,) = cluster.client.runs()
+        controller.rlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        result = cluster.result(cluster.run(resume=run.id))
+        metrics = comparable(read_metrics(cluster.run_dir, run.id), "publish_", "egress_")
+    assert failed.status == listed["status"] == "failed"
+    assert failed.cause is not None and "File too large" in failed.cause
+    assert "result.json could not be written" in failed.cause
+    assert (result.status, result.params_digest) == ("done", undisturbed[0].params_digest)
+    assert metrics == undisturbed[1]
+
+
+def test_a_live_run_cannot_be_resumed_elsewhere_and_a_stopped_controller_leaves_it_interrupted(tmp_path: Path) -> None:
+    config = small(tmp_path, steps=100_000, evaluation__prompts=0)
+    with running(config) as cluster:
+        run = cluster.run()
+        cluster.wait_step(run, 1)
+        with Command(["run", "--resume", run.id, "--run-dir", str(tmp_path / "runs")], tmp_path) as command:
+            assert command.wait() == 2, command.output()
+            assert f"run {run.id} is running under another controller" in command.output()
+        done = len(read_metrics(cluster.run_dir, run.id))
+        cluster.wait_step(run, done + 1)
+        assert not (cluster.run_dir / run.id / "result.json").exists()
+        cluster.kill("controller", signal.SIGTERM)
+        path = cluster.run_dir / run.id / "result.json"
+        eventually(path.exists, "result.json")
+        result = read_result(cluster.run_dir, run.id)
+        steps = [line["step"] for line in read_metrics(cluster.run_dir, run.id)]
+    assert steps == list(range(result["steps"])) and len(steps) > done
+    assert result["status"] == "interrupted"
+    assert f"stopped (SIGTERM) after {result['steps']} steps; go on with: waypath run --resume" in result["cause"]
