@@ -8,10 +8,9 @@ configuration, 130 interrupted.
 import argparse
 import importlib
 import json
-import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from waypath.controller.client.client import Client, RunResult, connect
+from waypath.controller.runs import recorded
+from waypath.controller.runs.disk import read_lines
 from waypath.proto import config as configs
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import ConfigError, NotFoundError, UserError, WaypathError
 from waypath.tools import preflight, progress, report
-from waypath.tools.follow import Interrupts, follow
+from waypath.tools.follow import FALLBACK_STOP_S, Interrupts, follow, recorded_config, stop_limit_s
 from waypath.tools.launch import InterruptedStart, LocalCluster, find_cluster
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-UP_STOP_DEADLINE_S = 300.0
 ENDED = ("done", "failed", "cancelled", "interrupted")
 
 
@@ -135,18 +135,47 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
         return configs.load(arguments.config, overrides)
     if overrides:
         raise ConfigError("a resumed run keeps its configuration: --set and --resume exclude each other")
-    run_dir = Path(arguments.run_dir)
-    if arguments.config is not None:
-        run_dir = Path(configs.load(arguments.config).storage.run_dir)
-    recorded = run_dir / arguments.resume / "config.toml"
-    if not recorded.exists():
-        raise NotFoundError(f"no run {arguments.resume!r} in {run_dir}: {recorded} does not exist")
-    return configs.load(recorded, {"storage.run_dir": str(run_dir)})
+    if arguments.config is None:
+        return _recorded(Path(arguments.run_dir), arguments.resume)
+    given = configs.load(arguments.config)
+    config = _recorded(Path(given.storage.run_dir), arguments.resume)
+    if changes := config_changes(config, given):
+        raise ConfigError(
+            f"a resumed run keeps its configuration, and {arguments.config} differs from it: {changes}",
+            remedy=f"leave it out: waypath run --resume {arguments.resume} --run-dir {given.storage.run_dir}",
+        )
+    return config
+
+
+def _recorded(run_dir: Path, run_id: str) -> RunConfig:
+    directory = recorded.find(run_dir, run_id)
+    return configs.load(directory / "config.toml", {"storage.run_dir": str(run_dir)})
+
+
+def config_changes(recorded: RunConfig, given: RunConfig) -> str:
+    """What `given` would change, as "steps: 7 → 9"; "" where nothing."""
+    before, now = _flat(recorded.to_json()), _flat(given.to_json())
+    keys = sorted(before.keys() | now.keys())
+    return "; ".join(f"{key}: {before.get(key)} → {now.get(key)}" for key in keys if before.get(key) != now.get(key))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def run_command(arguments: argparse.Namespace, console: Console) -> int:
     """`waypath run`: with a cluster of its own, or on a controller that is up."""
     if arguments.controller is not None:
+        if arguments.resume and (arguments.config is not None or arguments.set):
+            raise ConfigError(
+                "a resumed run keeps its configuration, which its controller has: leave CONFIG and --set out"
+            )
         config = None if arguments.resume else _config(arguments)
         with _client(arguments) as client, Interrupts() as interrupts:
             run = client.start_run(config, resume=arguments.resume)
@@ -200,17 +229,9 @@ def _close(
     try:
         samples = client.run(run_id).samples()
     except WaypathError:  # the controller is gone; what it wrote is there
-        samples = _lines(directory / "samples.jsonl")
+        samples = list(read_lines(directory / "samples.jsonl"))
     report.report(console, result, directory, samples, windows=windows, starting_s=starting_s)
     return DONE if result.status == "done" else FAILED
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [
-        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
 
 
 def _directory(client: Client, run_id: str, run_dir: Path) -> Path:
@@ -253,16 +274,27 @@ def up_command(arguments: argparse.Namespace, console: Console) -> int:
 
 def _stop_runs(client: Client, view: progress.View) -> None:
     """Cancel what runs with a checkpoint, and wait for it; a second Ctrl-C breaks the wait."""
-    active = [run["run_id"] for run in client.runs() if run["status"] not in ENDED]
-    for run_id in active:
+    limits: dict[str, float] = {}
+    for run_id in _active(client):
+        try:
+            limits[run_id] = stop_limit_s(recorded_config(client, run_id))
+        except WaypathError as error:
+            limits[run_id] = FALLBACK_STOP_S
+            view.event(f"could not read the run's configuration, so the default deadlines hold: {error}")
         view.event(f"stopping run {run_id} with a checkpoint (Ctrl-C again kills)")
         client.run(run_id).cancel(checkpoint=True)
-    deadline = time.monotonic() + UP_STOP_DEADLINE_S
-    while time.monotonic() < deadline:
-        if all(run["status"] in ENDED for run in client.runs() if run["run_id"] in active):
+    began = time.monotonic()
+    while left := limits.keys() & _active(client):
+        limit_s = max(limits[run_id] for run_id in left)
+        if time.monotonic() - began > limit_s:
+            view.event(f"run {', '.join(sorted(left))} did not stop within {limit_s:.0f} s")
             return
         time.sleep(0.2)
-    view.event(f"a run did not stop within {UP_STOP_DEADLINE_S:.0f} s")
+
+
+def _active(client: Client) -> set[str]:
+    """The runs that this very controller has now; others of its folder may be another's."""
+    return {str(run["run_id"]) for run in client.status()["runs"] if run["status"] not in ENDED}
 
 
 def status_command(arguments: argparse.Namespace, console: Console) -> int:
@@ -276,7 +308,7 @@ def status_command(arguments: argparse.Namespace, console: Console) -> int:
         console.print(progress.worker_table(status))
         if path := progress.publication_path(status):
             console.print(f"policies are published{path}", highlight=False)
-        for run in client.runs():
+        for run in status["runs"]:
             if run["status"] not in ENDED:
                 console.print(f"run {run['run_id']} {run['status']}, {run['steps']} steps", highlight=False)
     return DONE
@@ -290,7 +322,7 @@ def runs_command(arguments: argparse.Namespace, console: Console) -> int:
     except NotFoundError:
         if arguments.controller is not None:
             raise
-        runs = recorded_runs(Path(arguments.run_dir))
+        runs = recorded.listing(Path(arguments.run_dir))
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for heading in ("run", "status", "steps", "cause"):
         table.add_column(heading, overflow="fold")
@@ -298,20 +330,6 @@ def runs_command(arguments: argparse.Namespace, console: Console) -> int:
         table.add_row(run["run_id"], run["status"], str(run["steps"]), run["cause"] or "")
     console.print(table)
     return DONE
-
-
-def recorded_runs(run_dir: Path) -> list[dict[str, Any]]:
-    """Runs of a folder by their files; one without a result was interrupted."""
-    runs = []
-    for config in sorted(run_dir.glob("*/config.toml")):
-        directory = config.parent
-        value: dict[str, Any] = {"run_id": directory.name, "status": "interrupted", "cause": ""}
-        value["steps"] = len(_lines(directory / "metrics.jsonl"))
-        if (directory / "result.json").exists():
-            result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-            value |= {key: result.get(key) for key in ("status", "steps", "cause")}
-        runs.append(value | {"directory": str(directory)})
-    return runs
 
 
 def watch_command(arguments: argparse.Namespace, console: Console) -> int:
@@ -346,23 +364,21 @@ def export_command(arguments: argparse.Namespace, console: Console) -> int:
     except NotFoundError:
         if arguments.controller is not None:
             raise
-        written = copy_export(Path(arguments.run_dir) / arguments.run, Path(arguments.out))
+        written = copy_export(Path(arguments.run_dir), arguments.run, Path(arguments.out))
     console.print(f"wrote {written}", highlight=False, soft_wrap=True)
     return DONE
 
 
-def copy_export(directory: Path, out: Path) -> str:
+def copy_export(run_dir: Path, run_id: str, out: Path) -> str:
     """Copy a finished run's export to `out`, which must not exist or be empty."""
-    result = directory / "result.json"
-    source = json.loads(result.read_text(encoding="utf-8")).get("export_dir") if result.exists() else None
-    if not source or not Path(source).is_dir():
+    directory = recorded.find(run_dir, run_id)
+    source = recorded.export_of(recorded.result(directory))
+    if source is None:
         raise NotFoundError(
             f"{directory} has no exported model, and no cluster is up to write one",
-            remedy=f"Finish it with `waypath run --resume {directory.name}`",
+            remedy=f"Finish it with `waypath run --resume {run_id}`",
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists and is not an empty folder")
-    shutil.copytree(source, out, dirs_exist_ok=True)
+    recorded.copy_export(source, out)
     return str(out)
 
 

@@ -165,14 +165,22 @@ class Client:
         overrides: Mapping[str, Any] | None = None,
         resume: str | None = None,
     ) -> Run:
-        """Starts a run from a TOML file or mapping with dotted `overrides`; `resume` goes on with an earlier run instead.
+        """Starts a run from a configuration (TOML file, mapping or RunConfig) with dotted `overrides`.
 
-        Raises ConfigError naming key, value and what is allowed, before anything starts.
+        `resume` goes on with an earlier run instead, which keeps its configuration. Raises ConfigError naming key, value
+        and what is allowed, before anything starts.
         """
         request = pb.StartRunRequest(resume_run=resume or "")
-        if config is not None:
-            resolved = config if isinstance(config, configs.RunConfig) else configs.load(config, overrides)
-            request.config_json = json.dumps(resolved.to_json())
+        if resume:
+            if config is not None or overrides:
+                raise ConfigError(
+                    "a resumed run keeps its configuration: give neither config nor overrides with resume"
+                )
+        elif config is None:
+            raise ConfigError("start_run needs a config, or the id of a run to resume")
+        else:
+            source = config.to_json() if isinstance(config, configs.RunConfig) else config
+            request.config_json = json.dumps(configs.load(source, overrides).to_json())
         reply = self.call(self.stub.StartRun, request, "start a run")
         return Run(self, reply.run_id)
 

@@ -1,5 +1,6 @@
 """The command line without processes: arguments, exit codes, checks before a start, following a run."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,14 +9,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 from rich.console import Console
 
 from waypath.controller.client.client import Client, Run, RunResult, StepRecord
+from waypath.controller.journal import Journal
 from waypath.proto import config as configs
-from waypath.proto.errors import NotFoundError, UnavailableError, WaypathError
+from waypath.proto.errors import ConfigError, NotFoundError, UnavailableError, WaypathError
 from waypath.tools import cli, launch
 from waypath.tools.follow import Interrupts, follow, recorded_config, stop_limit_s
 from waypath.tools.progress import View
@@ -59,7 +61,9 @@ def write(tmp_path: Path, config: configs.RunConfig) -> str:
         (["status"], "no local cluster is up in runs"),
         (["watch", "r1"], "no local cluster is up in runs"),
         (["cancel", "r1"], "no local cluster is up in runs"),
-        (["export", "r1", "--out", "out"], "has no exported model"),
+        (["run", "JOB", "--resume", "r1", "--controller", "127.0.0.1:1"], "leave CONFIG and --set out"),
+        (["run", "--resume", "r1", "--set", "steps=3", "--controller", "127.0.0.1:1"], "leave CONFIG and --set out"),
+        (["export", "r1", "--out", "out"], "no run 'r1' in runs; it has: none"),
         (["bench", "speed"], "no benchmark 'speed'"),
     ],
 )
@@ -94,15 +98,31 @@ def test_launcher_checks_the_port_before_it_starts_anything(tmp_path: Path, caps
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def recorded_run(run_dir: Path, name: str, config: configs.RunConfig | None = None) -> Path:
+    directory = run_dir / name
+    Journal(directory / "journal" / "run.journal").close()
+    if config is not None:
+        (directory / "config.toml").write_text(config.to_toml())
+    return directory
+
+
 def test_run_of_another_folder_keeps_its_recorded_configuration(tmp_path: Path) -> None:
     config = tiny(tmp_path, steps=7)
-    recorded = tmp_path / "runs" / "r1"
-    recorded.mkdir(parents=True)
-    (recorded / "config.toml").write_text(config.to_toml())
-    job = write(tmp_path, tiny(tmp_path, steps=9))
-    by_config = cli.parser().parse_args(["run", job, "--resume", "r1"])
+    recorded_run(tmp_path / "runs", "r1", config)
+    by_config = cli.parser().parse_args(["run", write(tmp_path, config), "--resume", "r1"])
     by_folder = cli.parser().parse_args(["run", "--resume", "r1", "--run-dir", str(tmp_path / "runs")])
     assert cli._config(by_config) == cli._config(by_folder) == config
+
+
+def test_a_config_that_a_resumed_run_would_ignore_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / "runs", "r1", tiny(tmp_path, steps=7, stop_at_reward=0.5))
+    job = write(tmp_path, tiny(tmp_path, steps=9, **{"task.prompts_per_step": 3}))
+    assert cli.main(["run", job, "--resume", "r1"]) == cli.USAGE
+    error = capsys.readouterr().err
+    assert "differs from it: steps: 7 → 9; stop_at_reward: 0.5 → None; task.prompts_per_step: 2 → 3" in error
+    assert f"waypath run --resume r1 --run-dir {tmp_path / 'runs'}" in error
 
 
 # -- what is on disk
@@ -110,27 +130,114 @@ def test_run_of_another_folder_keeps_its_recorded_configuration(tmp_path: Path) 
 
 def test_runs_are_listed_from_the_folder_when_nothing_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, done in (("r1", True), ("r2", False)):
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "config.toml").touch()
+        directory = recorded_run(tmp_path, name)
+        with contextlib.closing(Journal(directory / "journal" / "run.journal")) as journal:
+            journal.append({"type": "admitted"})
         (directory / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
         if done:
             (directory / "result.json").write_text(json.dumps({"status": "failed", "steps": 2, "cause": "disk full"}))
     assert cli.main(["runs", "--run-dir", str(tmp_path)]) == cli.DONE
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["r1", "failed", "2", "disk", "full"]
-    assert lines[2].split() == ["r2", "interrupted", "2"]
+    assert lines[2].split()[:3] == ["r2", "interrupted", "2"] and "waypath run --resume r2" in lines[2]
 
 
 def test_export_copies_what_a_finished_run_exported(tmp_path: Path) -> None:
-    export = tmp_path / "r1" / "export"
-    export.mkdir(parents=True)
+    export = recorded_run(tmp_path, "r1") / "export"
+    export.mkdir()
     (export / "config.json").write_text("{}")
-    (tmp_path / "r1" / "result.json").write_text(json.dumps({"export_dir": str(export)}))
+    result = {"status": "done", "steps": 2, "export_dir": str(export)}
+    (tmp_path / "r1" / "result.json").write_text(json.dumps(result))
     argv = ["export", "r1", "--run-dir", str(tmp_path), "--out", str(tmp_path / "out")]
     assert cli.main(argv) == cli.DONE
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     assert cli.main(argv) == cli.USAGE  # it isn't empty now
+
+
+def test_an_export_that_is_not_there_or_cannot_be_copied_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = recorded_run(tmp_path, "r1")
+    argv = ["export", "r1", "--run-dir", str(tmp_path), "--out"]
+    assert cli.main([*argv, str(tmp_path / "out")]) == cli.USAGE
+    assert "has no exported model" in capsys.readouterr().err
+    (directory / "export").mkdir()
+    result = {"status": "done", "steps": 2, "export_dir": str(directory / "export")}
+    (directory / "result.json").write_text(json.dumps(result))
+    (tmp_path / "file").touch()
+    assert cli.main([*argv, str(tmp_path / "file" / "out")]) == cli.FAILED
+    assert "file/out could not be written: Not a directory" in capsys.readouterr().err
+
+
+def test_a_cluster_that_ends_stops_its_own_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopping(FakeClient):
+        """Has run r1; r9 of its folder is another cluster's."""
+
+        run_r1 = FakeRun()
+
+        def runs(self) -> list[dict[str, Any]]:
+            return [{"run_id": name, "status": "running", "directory": ""} for name in ("r1", "r9")]
+
+        def status(self) -> dict[str, Any]:
+            status = "cancelled" if self.run_r1.cancelled.is_set() else "running"
+            return {"runs": [{"run_id": "r1", "status": status, "steps": 3}]}
+
+        def run(self, run_id: str) -> FakeRun:
+            assert run_id == "r1"
+            return self.run_r1
+
+    view = Recorder()
+    cli._stop_runs(cast(Client, Stopping()), view)
+    assert Stopping.run_r1.cancelled.is_set()
+    assert not any("r9" in line or "did not stop" in line for line in view.seen)
+    Stopping.run_r1 = FakeRun()
+    monkeypatch.setattr(cli, "FALLBACK_STOP_S", 0.01)
+    monkeypatch.setattr(FakeRun, "cancel", lambda self, checkpoint: None)
+    cli._stop_runs(cast(Client, Stopping()), view)
+    assert view.seen[-1] == "run r1 did not stop within 0 s"
+
+
+# -- the client
+
+
+class Sent(Client):
+    """Keeps the requests that it would send."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1", "t")
+        self.requests: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def call(self, method: Any, request: Any, doing: str, timeout: float = 0.0) -> Any:
+        self.requests.append(request)
+        return request
+
+
+def test_start_run_applies_overrides_to_any_configuration(tmp_path: Path) -> None:
+    config = tiny(tmp_path, steps=7)
+    for source in (config, config.to_json(), write(tmp_path, config)):
+        with Sent() as client:
+            client.start_run(source, overrides={"steps": 30, "optimizer.learning_rate": 1e-3})
+            sent = configs.parse(json.loads(client.requests[0].config_json))
+        assert (sent.steps, sent.optimizer.learning_rate, sent.task) == (30, 1e-3, config.task)
+
+
+def test_start_run_refuses_what_it_would_ignore(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    with Sent() as client:
+        with pytest.raises(ConfigError, match="needs a config"):
+            client.start_run()
+        with pytest.raises(ConfigError, match="needs a config"):
+            client.start_run(overrides={"steps": 3})
+        with pytest.raises(ConfigError, match="keeps its configuration"):
+            client.start_run(config, resume="r1")
+        with pytest.raises(ConfigError, match="keeps its configuration"):
+            client.start_run(overrides={"steps": 3}, resume="r1")
+        assert client.requests == []
+        client.start_run(resume="r1")
+    assert [(sent.resume_run, sent.config_json) for sent in client.requests] == [("r1", "")]
 
 
 def test_cluster_file_of_a_dead_launcher_is_ignored(tmp_path: Path) -> None:
