@@ -59,9 +59,12 @@ def save_hf(
             source = Path(str(tokenizer_dir)) / name
             if source.is_file():
                 shutil.copyfile(source, partial / name)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
         if target.exists():
             target.rmdir()
         partial.rename(target)
+        _sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -103,5 +106,12 @@ def _write_tensors(file: Path, config: ModelConfig, tensors: Iterable[tuple[str,
             stream.write(np.ascontiguousarray(array).data)
         if shapes:
             raise ModelError(f"tensors were not given: {', '.join(sorted(shapes)[:8])}")
-        stream.flush()
-        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file or a folder to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
