@@ -76,7 +76,7 @@ class Scheduler:
         """Applies one event. Returns the commands in the order in which they are to be sent.
 
         Raises IllegalTransitionError on an event that cannot be; GraphError, ConfigError or NameTakenError where a
-        submission or a registration is refused. Nothing has changed then.
+        submission or a registration is refused: executions, objects, workers and credits are then as they were.
         """
         handler = _HANDLERS.get(type(event))
         if handler is None:

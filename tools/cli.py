@@ -149,6 +149,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _recorded(run_dir: Path, run_id: str) -> RunConfig:
     directory = recorded.find(run_dir, run_id)
+    recorded.check_idle(directory)
     return configs.load(directory / "config.toml", {"storage.run_dir": str(run_dir)})
 
 

@@ -133,6 +133,8 @@ class LiveView(View):
 
     def phase(self, text: str) -> None:
         self._phase = text
+        if "warning: " in text:
+            self.event(text)
         self._draw()
 
     def step(self, metrics: Mapping[str, Any]) -> None:

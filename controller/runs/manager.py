@@ -65,7 +65,7 @@ class RunManager:
             raise ConfigError("a start needs either a configuration or a run to resume")
         if resume:
             run_id, directory = resume, recorded.find(self._run_dir, resume)
-            self._check_not_elsewhere(run_id, directory)
+            recorded.check_idle(directory)
             config = configs.load(directory / "config.toml")
         else:
             config = _parse(config_json)
@@ -101,17 +101,6 @@ class RunManager:
             raise ConfigError(
                 f"trainer.mesh {dict(config.trainer.mesh)} needs {want} trainer processes, this cluster has {have}",
                 remedy="start the cluster from this configuration, or change trainer.mesh",
-            )
-
-    @staticmethod
-    def _check_not_elsewhere(run_id: str, directory: Path) -> None:
-        try:
-            in_use = recorded.in_use(directory)
-        except OSError as error:
-            raise UserError(f"run {run_id} cannot be read: {error}") from error
-        if in_use:
-            raise UserError(
-                f"run {run_id} is running under another controller", remedy="turn to that one with --controller"
             )
 
     async def _run(self, config: RunConfig, record: RunRecord, journal: Journal, resumed: Resumed | None) -> None:

@@ -158,17 +158,17 @@ def publish(
     return builder.build()
 
 
-def commit(config: RunConfig, replicas: Sequence[str], method: str = "commit") -> Program:
-    """Commits (or, with method `abort`, drops) the staged version on `replicas`; drops one that fails. Argument: version."""
-    builder = ProgramBuilder(method)
+def commit(config: RunConfig, replicas: Sequence[str]) -> Program:
+    """Commits the staged version on `replicas`; drops one that fails. Argument: version."""
+    builder = ProgramBuilder("commit")
     for replica in replicas:
         builder.call(
             "rollout",
-            method,
+            "commit",
             on=Slice(replica),
             deadline_s=config.deadlines.publish_s + _generate_s(config),
             on_worker_lost="drop",
-            node_id=f"{method}_{replica}",
+            node_id=f"commit_{replica}",
         )
     return builder.build()
 

@@ -105,6 +105,18 @@ def in_use(directory: Path) -> bool:
         return False
 
 
+def check_idle(directory: Path) -> None:
+    """Raises UserError where a controller has the run in `directory` now, or its journal cannot be read."""
+    try:
+        is_in_use = in_use(directory)
+    except OSError as error:
+        raise UserError(f"run {directory.name} cannot be read: {error}") from error
+    if is_in_use:
+        raise UserError(
+            f"run {directory.name} is running under another controller", remedy="turn to that one with --controller"
+        )
+
+
 def listing(run_dir: Path) -> list[dict[str, Any]]:
     """Returns run_id, status, steps, cause ("" without one) and directory of every run, in name order."""
     return [summary(directory, result(directory)) for directory in directories(run_dir)]

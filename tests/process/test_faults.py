@@ -181,6 +181,7 @@ def test_a_live_run_cannot_be_resumed_elsewhere_and_a_stopped_controller_leaves_
         with Command(["run", "--resume", run.id, "--run-dir", str(tmp_path / "runs")], tmp_path) as command:
             assert command.wait() == 2, command.output()
             assert f"run {run.id} is running under another controller" in command.output()
+            assert "reward-0" not in command.output()  # no process was started for it
         done = len(read_metrics(cluster.run_dir, run.id))
         cluster.wait_step(run, done + 1)
         assert not (cluster.run_dir / run.id / "result.json").exists()
