@@ -60,7 +60,7 @@ class Checkpoints:
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=set(range(jax.process_count())))
         self._orbax = ocp.AsyncCheckpointer(
-            # Compression would take a second of two cores from the steps for each 0.5 GB, to save a twelfth of the bytes.
+            # Compression costs the steps beside it a second of CPU for each 0.5 GB and saves a twelfth of the bytes.
             ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together),
             multiprocessing_options=together,
             async_options=ocp.AsyncOptions(timeout_secs=max(1, int(timeout_s))),
