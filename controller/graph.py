@@ -5,6 +5,11 @@ only way to draw an edge, so a built program cannot have a cycle or an unknown r
 to the same rules by its constructor. A program that exists is valid in itself; whether its slices and pools exist is
 asked of a cluster with `Program.check_placements`.
 
+A *method* runs on a worker's service, a *function* is an exported JAX function named by its digest, a *select* takes one
+of several outputs, a *transfer* holds an object on another slice. Functions and selects are dispatched in *sequences*
+(sequences.py), which nobody writes by hand. A program may have parameters, which an execution binds to objects that exist
+already, and outputs, whose objects outlive the execution.
+
     b = ProgramBuilder("step")
     groups = [b.call("rollout", "generate", on=Pool("inference"), options={"offset": g}) for g in range(8)]
     scores = [b.call("reward", "score", group, on=Pool("reward")) for group in groups]
@@ -19,18 +24,53 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from waypath.proto.errors import GraphError
 
-Kind = Literal["method", "transfer"]
+Kind = Literal["method", "transfer", "function", "select", "sequence"]
 KINDS: tuple[str, ...] = get_args(Kind)
 OnWorkerLost = Literal["fail", "retry", "drop"]
 ON_WORKER_LOST: tuple[str, ...] = get_args(OnWorkerLost)
 MAX_NODES = 100_000
+STEP_KINDS = frozenset({"function", "select"})
+"""Kinds that run inside a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of an object: global `shape`, `dtype` name, and per dimension the mesh axes that it is split over.
+
+    `spec` has one entry a dimension: the names of the axes, outermost first; () where the dimension is not split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        where = ", ".join("+".join(axes) or "-" for axes in self.spec)
+        return f"{self.dtype}{list(self.shape)} over ({where})"
+
+    def to_json(self) -> list[Any]:
+        """Returns `[shape, dtype, spec]`."""
+        return [list(self.shape), self.dtype, [list(axes) for axes in self.spec]]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Leaf:
+        """Reads `[shape, dtype, spec]`; raises ValueError or TypeError on anything else."""
+        shape, dtype, spec = value
+        leaf = cls(tuple(int(n) for n in shape), str(dtype), tuple(tuple(str(a) for a in axes) for axes in spec))
+        if len(leaf.spec) != len(leaf.shape) or any(n < 0 for n in leaf.shape):
+            raise ValueError(f"a leaf of shape {list(leaf.shape)} with a spec of {len(leaf.spec)} dimensions")
+        return leaf
+
+
+Aval = tuple[Leaf, ...]
+"""What is known of an object without its values: its arrays, in the order of its flattened tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +106,14 @@ class Node:
     is gone: `fail` the execution; `retry` the node elsewhere, or on the same slice when that is back; `drop` the node,
     which then has no result, and go on (only for a node that nothing reads). A node to `drop` that raises is dropped too,
     with the error's text for a result; any other that raises fails the execution.
+
+    An input is the name of an object: of a node's, or of a parameter. `donates` holds the positions of the inputs that the
+    node consumes: nothing may read them after it. `takes` and `gives` are what a function (or transfer, or method of the
+    `function` service) expects of each input and returns, one `Aval` an output; () where nothing is said.
+
+    A *function* has its digest as `method` and no service; its inputs lie on its own slice. A function of several outputs is read through
+    *select* nodes, with the option `index`. A *sequence* runs its `steps` in order on its slice and leaves the objects that
+    `exports` names, all of them steps'; its inputs are those of its steps that come from outside.
     """
 
     node_id: str
@@ -77,6 +125,16 @@ class Node:
     options_json: str = "{}"
     deadline_s: float = 0.0
     on_worker_lost: str = "fail"
+    donates: tuple[int, ...] = ()
+    takes: tuple[Aval, ...] = ()
+    gives: tuple[Aval, ...] = ()
+    steps: tuple[Node, ...] = ()
+    exports: tuple[str, ...] = ()
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """The names, in its program, of the objects that the node leaves behind."""
+        return self.exports if self.kind == "sequence" else (self.node_id,)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,6 +154,9 @@ class Node:
             "options": self.options,
             "deadline_s": self.deadline_s,
             "on_worker_lost": self.on_worker_lost,
+            **({"donates": list(self.donates)} if self.donates else {}),
+            **({"takes": _avals_json(self.takes)} if self.takes else {}),
+            **({"gives": _avals_json(self.gives)} if self.gives else {}),
         }
 
     @classmethod
@@ -114,14 +175,29 @@ class Node:
                 options_json=_dump_options(name, value.get("options", {})),
                 deadline_s=float(value.get("deadline_s", 0.0)),
                 on_worker_lost=str(value.get("on_worker_lost", "fail")),
+                donates=tuple(int(i) for i in value.get("donates", ())),
+                takes=_avals(value.get("takes", ())),
+                gives=_avals(value.get("gives", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"malformed node: {type(error).__name__}: {error}", where=f"node {name}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Param:
+    """An input of a program: an object on the slice `place`, which every execution names. `aval` may be unknown: ()."""
+
+    name: str
+    place: Slice
+    aval: Aval = ()
+
+
 @dataclass(frozen=True)
 class Program:
     """An immutable, valid DAG. Raises GraphError on construction where it is not one.
+
+    `params` are bound to objects by each execution; the objects that `outputs` names outlive it, until they are deleted
+    or their owner's lease ends. Parameters and objects share one name space.
 
     `nodes` may be given in any order; they are kept in a stable topological order (that of `nodes` where it already is
     one), which is the order of execution on every worker. `node_id`s are unique in a program.
@@ -129,6 +205,8 @@ class Program:
 
     name: str
     nodes: tuple[Node, ...]
+    params: tuple[Param, ...] = ()
+    outputs: tuple[str, ...] = ()
     by_id: Mapping[str, Node] = field(init=False, repr=False, compare=False)
     consumers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
@@ -181,7 +259,12 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; `from_json` reads it back to an equal program."""
-        return {"name": self.name, "nodes": [node.to_json() for node in self.nodes]}
+        value: dict[str, Any] = {"name": self.name, "nodes": [node.to_json() for node in self.nodes]}
+        if self.params:
+            value["params"] = [[p.name, p.place.name, [leaf.to_json() for leaf in p.aval]] for p in self.params]
+        if self.outputs:
+            value["outputs"] = list(self.outputs)
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Program:
@@ -189,7 +272,15 @@ class Program:
         name, nodes = value.get("name"), value.get("nodes")
         if not isinstance(name, str) or not isinstance(nodes, list):
             raise GraphError("a program needs a text `name` and a list `nodes`")
-        return cls(name, tuple(Node.from_json(node) for node in nodes))
+        try:
+            params = tuple(
+                Param(str(p), Slice(str(place)), tuple(Leaf.from_json(leaf) for leaf in aval))
+                for p, place, aval in value.get("params", ())
+            )
+            outputs = tuple(str(name) for name in value.get("outputs", ()))
+        except (TypeError, ValueError) as error:
+            raise GraphError(f"malformed params or outputs: {error}", where=f"program {name}") from None
+        return cls(name, tuple(Node.from_json(node) for node in nodes), params, outputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +365,14 @@ class ProgramBuilder:
             on_worker_lost=on_worker_lost or ("retry" if isinstance(on, Pool) else "fail"),
         )
         return Handle(self, node_id)
+
+
+def _avals_json(avals: tuple[Aval, ...]) -> list[list[list[Any]]]:
+    return [[leaf.to_json() for leaf in aval] for aval in avals]
+
+
+def _avals(value: Iterable[Iterable[Sequence[Any]]]) -> tuple[Aval, ...]:
+    return tuple(tuple(Leaf.from_json(leaf) for leaf in aval) for aval in value)
 
 
 def _dump_options(node_id: str, options: object) -> str:

@@ -78,6 +78,10 @@ class Slice(_message.Message):
     upper: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tensor: _Optional[str] = ..., lower: _Optional[_Iterable[int]] = ..., upper: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PushReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SlicesRequest(_message.Message):
     __slots__ = ("name", "puller", "slices")
     NAME_FIELD_NUMBER: _ClassVar[int]
