@@ -9,19 +9,32 @@ from collections.abc import Sequence
 
 from waypath.controller import commands as c
 from waypath.controller.execution import Execution, Task
+from waypath.controller.objects import ObjectDirectory
 
 
-def execute(worker: str, execution: Execution, tasks: Sequence[Task], gang_sequence: int, cause: str) -> c.Execute:
+def execute(
+    worker: str, execution: Execution, tasks: Sequence[Task], gang_sequence: int, objects: ObjectDirectory, cause: str
+) -> c.Execute:
     """Returns the one message that tells `worker` to run `tasks` (program order), with the places of their inputs."""
-    sources = [source for task in tasks for source in task.inputs() if source.workers]
+    locations: dict[str, tuple[str, ...]] = {}
+    bound: dict[str, str] = {}
+    for name in dict.fromkeys(name for task in tasks for name in task.node.inputs):
+        oid = execution.bindings.get(name)
+        if oid is not None:
+            locations[name], bound[name] = objects[oid].workers, oid
+            continue
+        workers = execution.tasks[execution.program.producers[name].node_id].workers
+        if workers:
+            locations[name] = workers
     return c.Execute(
         worker,
         execution.execution_id,
         execution.program.program_id,
         execution.args,
         tuple((task.node_id, task.attempt) for task in tasks),
-        {source.node_id: source.workers for source in sources},
+        locations,
         gang_sequence,
+        bound,
         cause=cause,
     )
 
@@ -39,6 +52,8 @@ def relocations(execution: Execution, placed: Sequence[Task], cause: str) -> lis
             if worker not in reader.results
         }
         found += [
-            c.Relocate(worker, execution.execution_id, task.node_id, task.workers, cause=cause) for worker in readers
+            c.Relocate(worker, execution.execution_id, name, task.workers, cause=cause)
+            for worker in readers
+            for name in task.node.objects
         ]
     return found

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from waypath.controller.commands import Results
@@ -91,6 +92,7 @@ class ExecutionTrigger(Enum):
 EXECUTION_TRANSITIONS: dict[ExecutionState, dict[ExecutionTrigger, ExecutionState]] = {
     ExecutionState.QUEUED: {
         ExecutionTrigger.ADMITTED: ExecutionState.RUNNING,
+        ExecutionTrigger.FAILED: ExecutionState.FAILED,
         ExecutionTrigger.CANCELLED: ExecutionState.CANCELLED,
     },
     ExecutionState.RUNNING: {
@@ -127,19 +129,40 @@ class Task:
 
     @property
     def object_id(self) -> str:
+        """The id of the task's object; of a sequence, which has several or none, use `object_ids`."""
         return object_id(self.execution.execution_id, self.node.node_id)
+
+    @cached_property
+    def object_ids(self) -> dict[str, str]:
+        """Name → id of the objects that the task leaves behind."""
+        return {name: object_id(self.execution.execution_id, name) for name in self.node.objects}
+
+    @property
+    def full_id(self) -> str:
+        """Names the task among the readers of another execution's object."""
+        return f"{self.execution.execution_id}/{self.node.node_id}"
 
     @property
     def unfinished(self) -> bool:
         return self.state in UNFINISHED
 
     def inputs(self) -> Iterator[Task]:
-        """The tasks whose objects this one reads, each once."""
-        return (self.execution.tasks[source] for source in dict.fromkeys(self.node.inputs))
+        """The tasks of this execution whose objects this one reads, each once."""
+        return (self.execution.tasks[source] for source in self.execution.program.sources[self.node_id])
+
+    def reads(self) -> Iterator[tuple[str, str]]:
+        """(id, name of this reader) of every object that the task reads, each once."""
+        execution = self.execution
+        for name in dict.fromkeys(self.node.inputs):
+            bound = execution.bindings.get(name)
+            if bound is not None:
+                yield bound, self.full_id
+            else:
+                yield object_id(execution.execution_id, name), self.node_id
 
     def consumers(self) -> Iterator[Task]:
-        """The tasks that read this one's object, each once."""
-        return (self.execution.tasks[c] for c in self.execution.program.consumers[self.node_id])
+        """The tasks of this execution that read this one's objects, each once."""
+        return (self.execution.tasks[c] for c in self.execution.program.readers[self.node_id])
 
     def advance(self, trigger: TaskTrigger, cause: str, detail: str = "") -> None:
         """Moves the task; raises IllegalTransitionError where the table has no entry."""
@@ -167,6 +190,7 @@ class Execution:
     program: Program
     args: Mapping[str, Any]
     owner: str
+    bindings: Mapping[str, str] = field(default_factory=dict)
     state: ExecutionState = ExecutionState.QUEUED
     tasks: dict[str, Task] = field(init=False)
     waiting: dict[str, Task] = field(init=False)
@@ -207,7 +231,7 @@ class Execution:
         found: set[str] = set()
         left = [node_id]
         while left:
-            for consumer in self.program.consumers[left.pop()]:
+            for consumer in self.program.readers[left.pop()]:
                 if consumer not in found:
                     found.add(consumer)
                     left.append(consumer)

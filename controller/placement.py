@@ -7,11 +7,11 @@ know: messages, recovery. Called by the scheduler.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from waypath.controller.credits import Credits
 from waypath.controller.execution import Execution, Task, TaskTrigger
-from waypath.controller.graph import Place, Pool, Slice
+from waypath.controller.graph import Place, Pool
 from waypath.controller.resources import Resources
 
 
@@ -36,12 +36,6 @@ def spread(count: int, loads: Sequence[int]) -> list[int]:
     return [index for index, share in enumerate(quota) for _ in range(share)]
 
 
-def places_of(execution: Execution) -> list[Place]:
-    """The slices and pools that the execution's program uses."""
-    program = execution.program
-    return [*map(Slice, program.slices), *map(Pool, program.pools)]
-
-
 def candidates(resources: Resources, place: Place) -> tuple[str, ...]:
     """The slices that a node on `place` could go to now; none where the slice is not up or the pool has no ready member."""
     if isinstance(place, Pool):
@@ -51,7 +45,7 @@ def candidates(resources: Resources, place: Place) -> tuple[str, ...]:
 
 def reach(execution: Execution, resources: Resources) -> set[str]:
     """The workers that the execution could go to now."""
-    names = [name for place in places_of(execution) for name in candidates(resources, place)]
+    names = [name for place in execution.program.places for name in candidates(resources, place)]
     return {worker for name in names for worker in resources.slices[name]}
 
 
@@ -62,7 +56,7 @@ def blockers(
     full: list[str] = []
     absent: list[Place] = []
     others = list(running)
-    for place in places_of(execution):
+    for place in execution.program.places:
         slices = candidates(resources, place)
         if not slices:
             waiting = sum(any(task.node.place == place for task in o.waiting.values()) for o in others)
@@ -75,15 +69,17 @@ def blockers(
     return list(dict.fromkeys(full)), absent
 
 
-def place(execution: Execution, resources: Resources, credits: Credits, cause: str) -> list[Task]:
-    """Gives waiting nodes their workers, where there are any; returns these tasks in program order.
+def place(
+    execution: Execution, resources: Resources, credits: Credits, cause: str, held_back: Callable[[Task], bool]
+) -> list[Task]:
+    """Gives waiting nodes their workers, where there are any and they are not `held_back`; returns these tasks in program order.
 
     Nodes of one pool and method are spread together. Members without credit are used only where all are full: an
     execution that was admitted is not held back again.
     """
     groups: dict[tuple[Place, str, str], list[Task]] = {}
     for node in execution.program.nodes:
-        if node.node_id in execution.waiting:
+        if node.node_id in execution.waiting and not (node.donates and held_back(execution.waiting[node.node_id])):
             groups.setdefault((node.place, node.service, node.method), []).append(execution.tasks[node.node_id])
     placed: set[str] = set()
     for (where, _, _), tasks in groups.items():

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from waypath.controller.commands import WorkerJoined
+from waypath.controller.allocation import Grant, Host, allocate
+from waypath.controller.commands import Device, SliceRequested, WorkerJoined
 from waypath.controller.graph import Place, Pool, Slice
 from waypath.proto.errors import ConfigError, NameTakenError, NotFoundError
 
@@ -26,19 +27,24 @@ class LiveWorker:
     world: str
     process_index: int
     process_count: int
+    devices: tuple[Device, ...] = ()
+    platform: str = ""
 
 
 class Resources:
     """The cluster as the scheduler sees it.
 
     `slices`: name → its workers, in process order. `pools`: name → the slices that may be members, in order of
-    preference. Raises ConfigError on an empty slice, a worker twice in one slice, or a pool of unknown slices.
+    preference. Raises ConfigError on an empty slice, a worker twice in one slice, or a pool of unknown slices. `grants`: the
+    virtual slices among `slices`, which come and go with those who asked for them.
     """
 
     def __init__(self, slices: Mapping[str, Sequence[str]], pools: Mapping[str, Sequence[str]]) -> None:
         self.slices = {name: tuple(workers) for name, workers in slices.items()}
         self.pools = {name: tuple(members) for name, members in pools.items()}
+        self.grants: dict[str, Grant] = {}
         self.live: dict[str, LiveWorker] = {}
+        self._worlds: dict[str, dict[str, LiveWorker]] = {}
         self._ready: dict[str, set[str]] = {pool: set() for pool in pools}
         self._places: dict[str, frozenset[Place]] = {}
         for name, workers in self.slices.items():
@@ -68,25 +74,59 @@ class Resources:
                 f"worker {event.worker!r} is alive as incarnation {known.incarnation}, found {event.incarnation}",
                 remedy="Give each worker its own name, or wait until the old one is declared lost.",
             )
-        if event.worker not in self._places:
+        if event.worker not in self._places and not event.devices:
             raise ConfigError(
-                f"worker {event.worker!r} belongs to no slice of this cluster; expected one of {sorted(self._places)}"
+                f"worker {event.worker!r} belongs to no slice of this cluster and has no devices; expected one of "
+                f"{sorted(self._places)}"
             )
         self._check_world(event)
-        self.live[event.worker] = LiveWorker(
+        live = LiveWorker(
             event.worker,
             event.incarnation,
             event.world or event.worker,
             event.process_index,
             event.process_count,
+            event.devices,
+            event.platform,
         )
+        self.live[event.worker] = live
+        self._worlds.setdefault(live.world, {})[event.worker] = live
         return True
 
     def lose(self, worker: str) -> None:
         """Forgets a live worker; pools lose the members that it was part of."""
-        del self.live[worker]
+        live = self.live.pop(worker)
+        del self._worlds[live.world][worker]
         for pool, ready in self._ready.items():
             self._ready[pool] = {member for member in ready if worker not in self.slices[member]}
+
+    def request(self, event: SliceRequested) -> Grant:
+        """Gives a virtual slice. Raises ConfigError where the name is taken or it cannot be placed; nothing is changed then."""
+        if not event.name or event.name in self.slices:
+            raise ConfigError(f"slice {event.name!r}: the name is taken or empty")
+        hosts = (
+            Host(w.name, w.world, w.process_index, w.process_count, w.platform, tuple(d.local_id for d in w.devices))
+            for w in self.live.values()
+            if w.devices
+        )
+        grant = self.grants[event.name] = allocate(event, hosts, self.grants)
+        self.slices[event.name] = grant.workers
+        for worker in grant.workers:
+            self._places[worker] = self._places.get(worker, frozenset()) | {Slice(event.name)}
+        return grant
+
+    def release(self, name: str, owner: str) -> None:
+        """Takes a virtual slice back. Raises NotFoundError where the owner has none of that name."""
+        grant = self.grants.get(name)
+        if grant is None or grant.owner != owner:
+            raise NotFoundError(f"{owner} has no slice {name!r}")
+        del self.grants[name], self.slices[name]
+        for worker in grant.workers:
+            left = self._places[worker] - {Slice(name)}
+            if left:
+                self._places[worker] = left
+            else:
+                del self._places[worker]
 
     def is_current(self, worker: str, incarnation: str) -> bool:
         """Says whether that very process is live."""
@@ -129,8 +169,7 @@ class Resources:
 
     def world_peers(self, worker: str) -> tuple[str, ...]:
         """The other live workers of a live worker's world."""
-        world = self.live[worker].world
-        return tuple(w.name for w in self.live.values() if w.world == world and w.name != worker)
+        return tuple(name for name in self._worlds[self.live[worker].world] if name != worker)
 
     def _check_member(self, pool: str, member: str) -> None:
         if pool not in self.pools:
@@ -146,9 +185,7 @@ class Resources:
                 f"world {world!r}: process index {event.process_index} of {event.process_count} processes",
                 where=where,
             )
-        for peer in self.live.values():
-            if peer.world != world:
-                continue
+        for peer in self._worlds.get(world, {}).values():
             if peer.process_count != event.process_count:
                 raise ConfigError(
                     f"world {world!r}: expected {peer.process_count} processes as {peer.name} says, "
@@ -160,9 +197,10 @@ class Resources:
                     f"world {world!r}: process index {event.process_index} is taken by {peer.name}",
                     where=where,
                 )
-        for name, workers in self.slices.items():
-            if event.worker not in workers:
+        for place in self._places.get(event.worker, ()):
+            if not isinstance(place, Slice):
                 continue
+            name, workers = place.name, self.slices[place.name]
             if len(workers) > event.process_count:
                 raise ConfigError(
                     f"slice {name!r} has {len(workers)} workers, world {world!r} only {event.process_count} processes",

@@ -245,6 +245,8 @@ class Runtime(WorkerServicer):
                     world=register.world,
                     process_index=register.process_index,
                     process_count=max(1, register.process_count),
+                    devices=tuple(c.Device(d.local_id, d.kind, d.memory_bytes) for d in register.devices),
+                    platform=register.versions.platform,
                 )
             )
         except WaypathError as error:

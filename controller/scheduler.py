@@ -12,8 +12,11 @@ What it guarantees, after every event:
   a higher attempt (their inputs too, where those were freed already). One that must not run again fails the execution.
 - Errors are values: the first failure is the execution's outcome, what depends on it is poisoned, the rest is stopped. A
   node that may be dropped is no such failure: its error becomes its result and the others go on.
-- At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait in
-  order. An execution that was admitted is never held back again, so recovery cannot deadlock on credits.
+- At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait, each
+  owner's in order, owners against each other by weight (fairness.py). An execution that was admitted is never held back again,
+  so recovery cannot deadlock on credits; only a node that consumes an object waits for those that read it before.
+- An output outlives its execution until its owner deletes it or is released; if it cannot be had, whoever is bound to it fails
+  with the root cause.
 
 Late events (of a lost process, an old attempt, an execution that is over) are dropped and recorded in `dropped`.
 Impossible ones raise IllegalTransitionError with the execution's history; the state is then as before.
@@ -27,28 +30,35 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from waypath.controller import bindings
 from waypath.controller import commands as c
 from waypath.controller.credits import Credits
 from waypath.controller.dispatch import execute, relocations
 from waypath.controller.execution import Execution, ExecutionTrigger, Task, TaskState, TaskTrigger
+from waypath.controller.fairness import FairQueue
 from waypath.controller.graph import Place, Slice
 from waypath.controller.intake import judge
 from waypath.controller.objects import ObjectDirectory, ObjectState
 from waypath.controller.placement import blockers, place, reach
 from waypath.controller.recovery import decide
 from waypath.controller.resources import Resources
+from waypath.controller.specs import check_specs
 from waypath.controller.status import describe
 from waypath.proto.errors import (
     CancelledError,
+    GraphError,
     IllegalTransitionError,
     LocalError,
     WaypathError,
     WorkerLostError,
 )
+from waypath.proto.names import object_id
 
 MAX_QUEUED = 256
+LOOK_AHEAD = 16
 KEPT_OVER = 256
 KEPT_DROPPED = 1024
+KEPT_CHECKED = 4096
 
 
 class Scheduler:
@@ -62,13 +72,17 @@ class Scheduler:
         self.objects = ObjectDirectory()
         self.running: dict[str, Execution] = {}
         self.queue: dict[str, Execution] = {}
+        self.turns = FairQueue()
         self.over: dict[str, Execution] = {}
         self.acknowledged: dict[str, int] = {}
         self.dropped: deque[tuple[c.Event, str]] = deque(maxlen=KEPT_DROPPED)
         self._installed: dict[str, set[str]] = {}
+        self._checked: dict[str, None] = {}
         self._gang: dict[str, int] = {}
         self._events = 0
         self._room = False
+        self._held_back = 0
+        self._doomed: deque[tuple[str, WaypathError]] = deque()
         self._out: list[c.Command] = []
         self._cause = ""
 
@@ -86,6 +100,9 @@ class Scheduler:
         self._out = []
         handler(self, event)
         self._pump()
+        while self._doomed:
+            self._fail_bound(*self._doomed.popleft())
+            self._pump()
         return self._out
 
     # Workers and pools
@@ -109,6 +126,28 @@ class Scheduler:
         del self.acknowledged[event.worker]
         for execution in list(self.running.values()):
             self._recover(execution, event)
+        for ref in self.objects.outputs_on(event.worker):
+            execution_id, _, name = ref.object_id.rpartition("/")
+            if execution_id not in self.running:
+                cause = f"worker {event.worker} was lost ({event.cause}) with object {name}"
+                self._poison(ref.object_id, WorkerLostError(cause, where=f"execution {execution_id}"))
+
+    def _slice_requested(self, event: c.SliceRequested) -> None:
+        self.resources.request(event)
+
+    def _slice_released(self, event: c.SliceReleased) -> None:
+        """Executions that use it are cancelled, objects on it are lost: nothing may run on devices that are given back."""
+        self.resources.release(event.name, event.owner)
+        place_ = Slice(event.name)
+        for execution in [*self.running.values(), *self.queue.values()]:
+            if place_ in execution.program.places:
+                self._cancel(execution, f"slice {event.name} was released")
+        for oid in self.objects.on(place_):
+            self.objects.let_go(oid, f"was lost with slice {event.name}")
+            self._free(oid)
+
+    def _owner_joined(self, event: c.OwnerJoined) -> None:
+        self.turns.weigh(event.owner, event.weight)
 
     def _pool_member_ready(self, event: c.PoolMemberReady) -> None:
         self.resources.member_ready(event.pool, event.slice)
@@ -129,14 +168,55 @@ class Scheduler:
         if known is not None:
             raise known.illegal(f"submitted again ({self._cause})")
         event.program.check_placements(self.resources.slices, self.resources.pools)
-        if len(self.queue) >= MAX_QUEUED:
+        self._check_slices(event)
+        if self.turns.count(event.owner) >= MAX_QUEUED:
             raise LocalError(
-                f"{len(self.queue)} executions wait already",
+                f"{self.turns.count(event.owner)} executions wait already, all of {event.owner or 'one owner'}",
                 where=event.execution_id,
                 remedy="Submit it again later.",
             )
-        self.queue[event.execution_id] = Execution(event.execution_id, event.program, event.args, event.owner)
+        bindings.check(event.program, event.bindings, event.owner, self.objects)
+        execution = Execution(event.execution_id, event.program, event.args, event.owner, event.bindings)
+        bindings.bind(execution, self.objects)
+        for name in event.program.outputs:
+            self._create(execution, name)
+        self.queue[event.execution_id] = execution
+        self.turns.add(event.owner, event.execution_id, event.program.size)
         self._room = True
+        for oid in event.bindings.values():
+            if (error := self.objects[oid].error) is not None:
+                self._doomed.append((event.execution_id, error))
+
+    def _check_slices(self, event: c.ExecutionSubmitted) -> None:
+        """A virtual slice is used by its owner alone, and specs name its axes."""
+        for name in event.program.slices:
+            grant = self.resources.grants.get(name)
+            if grant is not None and grant.owner != event.owner:
+                raise GraphError(f"slice {name!r} belongs to {grant.owner}", where=f"program {event.program.name}")
+        if event.program.program_id not in self._checked:
+            check_specs(event.program, self.resources.grants)
+            self._checked[event.program.program_id] = None
+            while len(self._checked) > KEPT_CHECKED:
+                del self._checked[next(iter(self._checked))]
+
+    def _create(self, execution: Execution, name: str) -> None:
+        """The object that a node of the execution will leave behind."""
+        program = execution.program
+        self.objects.create(
+            object_id(execution.execution_id, name),
+            execution.owner,
+            program.consumers[name],
+            kept=name in program.kept,
+            aval=program.aval_of(name),
+            place=program.place_of(name),
+        )
+
+    def _objects_deleted(self, event: c.ObjectsDeleted) -> None:
+        """Unknown ones are gone already."""
+        for oid in event.object_ids:
+            if oid in self.objects and self.objects[oid].owner == event.owner:
+                self.objects.let_go(oid, "was deleted")
+                self._free(oid)
 
     def _cancelled(self, event: c.ExecutionCancelled) -> None:
         execution = self._find(event.execution_id)
@@ -148,26 +228,34 @@ class Scheduler:
         for execution in [*self.running.values(), *self.queue.values()]:
             if execution.owner == event.owner:
                 self._cancel(execution, event.reason)
+        for oid in self.objects.kept_by(event.owner):
+            self.objects.let_go(oid, f"is gone with its owner: {event.reason}")
+            self._free(oid)
+        for grant in [grant for grant in self.resources.grants.values() if grant.owner == event.owner]:
+            self.resources.release(grant.name, grant.owner)
+        self.turns.forget(event.owner)
 
     def _node_finished(self, event: c.NodeFinished) -> None:
         task = self._current(event)
         if task is None:
             return
         execution = task.execution
-        self.objects.add_part(task.object_id, event.worker, event.object_bytes)
+        for name, oid in task.object_ids.items():
+            self.objects.add_part(oid, event.worker, event.export_bytes.get(name, event.object_bytes))
         task.results[event.worker] = event.result
         self._done_on(event.worker, execution)
         if len(task.results) < len(task.workers):
             return
         task.advance(TaskTrigger.FINISHED, self._cause, ", ".join(task.workers))
-        self.objects.complete(task.object_id)
+        for oid in task.object_ids.values():
+            self.objects.complete(oid)
         if task.reported is None:
             task.reported = {worker: task.results[worker] for worker in task.workers}
             self._out.append(c.NodeCompleted(execution.execution_id, task.node_id, task.reported, cause=self._cause))
+        if execution.unfinished or execution.bindings:
+            self._release_inputs(task)
         if execution.unfinished == 0:
             self._end(execution, ExecutionTrigger.DONE)
-        else:
-            self._release_inputs(task)
 
     def _node_failed(self, event: c.NodeFailed) -> None:
         task = self._current(event)
@@ -210,19 +298,52 @@ class Scheduler:
 
     def _release_inputs(self, task: Task) -> None:
         """The task is finished: frees the objects that it was the last to need, and its own if nobody reads it."""
-        for source in task.inputs():
-            self.objects.consumed(source.object_id, task.node_id)
-        freed: dict[str, list[str]] = {}
-        for done in (*task.inputs(), task):
-            ref = self.objects[done.object_id]
-            if ref.needed_by or ref.state is not ObjectState.HELD:
+        own = list(task.object_ids.values())
+        read: list[str] = []
+        for oid, reader in task.reads():
+            self.objects.consumed(oid, reader)
+            read.append(oid)
+        for position in task.node.donates:
+            bound = task.execution.bindings.get(task.node.inputs[position])
+            if bound is not None:
+                self.objects.let_go(bound, f"was donated to {task.full_id}")
+        self._free(*read, *own)
+        if self._held_back:
+            self._room = True
+
+    def _free(self, *oids: str) -> None:
+        """Frees those of these objects that nobody keeps or reads, on every worker."""
+        freed: dict[tuple[str, str], list[str]] = {}
+        for oid in oids:
+            ref = self.objects[oid]
+            if ref.kept or ref.needed_by or ref.state is ObjectState.PENDING:
                 continue
-            for worker, nbytes in self.objects.release(done.object_id).items():
-                if nbytes:
-                    freed.setdefault(worker, []).append(done.node_id)
-        execution_id = task.execution.execution_id
-        for worker, node_ids in freed.items():
-            self._out.append(c.ReleaseObjects(worker, execution_id, tuple(node_ids), cause=self._cause))
+            execution_id, _, name = oid.rpartition("/")
+            if ref.state in (ObjectState.HELD, ObjectState.POISONED):
+                for worker, nbytes in self.objects.release(oid).items():
+                    if nbytes or execution_id not in self.running:
+                        freed.setdefault((worker, execution_id), []).append(name)
+            if execution_id not in self.running:
+                self.objects.forget(oid)
+        for (worker, execution_id), names in freed.items():
+            if worker in self.resources.live:
+                self._out.append(c.ReleaseObjects(worker, execution_id, tuple(names), cause=self._cause))
+
+    def _poison(self, oid: str, error: WaypathError) -> None:
+        """The object cannot be had: whoever is bound to it will fail with `error`."""
+        execution_id, _, name = oid.rpartition("/")
+        for worker in self.objects.poison(oid, error):
+            if worker in self.resources.live:
+                self._out.append(c.ReleaseObjects(worker, execution_id, (name,), cause=self._cause))
+        readers = {key.rpartition("/")[0]: None for key in sorted(self.objects[oid].needed_by) if "/" in key}
+        self._doomed.extend((reader, error) for reader in readers)
+
+    def _fail_bound(self, execution_id: str, error: WaypathError) -> None:
+        """Ends an execution that reads an object which cannot be had."""
+        execution = self.running.get(execution_id) or self.queue.get(execution_id)
+        if execution is not None:
+            self._stop(execution, f"an object that it reads cannot be had: {error}")
+            self._end(execution, ExecutionTrigger.FAILED, error)
 
     def _recover(self, execution: Execution, event: c.WorkerLost) -> None:
         """Carries out what recovery.py decides about the loss."""
@@ -238,13 +359,14 @@ class Scheduler:
             return self._fail(task, error, f"{event.worker} lost: {event.cause}")
         for task in decision.again:
             self._take_back(task)
-            self.objects.lose(task.object_id)
+            for oid in task.object_ids.values():
+                self.objects.lose(oid)
             task.advance(TaskTrigger.LOST, self._cause, f"{event.worker}: {event.cause}")
             task.attempt += 1
             task.workers = ()
             task.results = {}
-            for source in task.inputs():
-                self.objects.need(source.object_id, task.node_id)
+            for oid, reader in task.reads():
+                self.objects.need(oid, reader)
         for task in decision.dropped:
             self._take_back(task)
             self._drop_task(task, f"{event.worker} lost: {event.cause}")
@@ -292,17 +414,39 @@ class Scheduler:
 
     def _end(self, execution: Execution, trigger: ExecutionTrigger, error: WaypathError | None = None) -> None:
         execution.advance(trigger, self._cause)
+        ends_well = trigger is ExecutionTrigger.DONE
+        self.running.pop(execution.execution_id, None)
+        if self.queue.pop(execution.execution_id, None) is not None:
+            self.turns.remove(execution.owner, execution.execution_id)
+        outlive = [
+            name
+            for name in execution.program.outputs
+            if (ref := self.objects[object_id(execution.execution_id, name)]).kept
+            or any("/" in k for k in ref.needed_by)
+        ]
+        kept = tuple(outlive) if ends_well else ()
         for worker in execution.involved:
             if worker in self.resources.live:
-                self._out.append(c.ReleaseObjects(worker, execution.execution_id, cause=self._cause))
+                command = c.ReleaseObjects(worker, execution.execution_id, kept=kept, cause=self._cause)
+                self._out.append(command)
                 self.credits.settle(worker, execution.execution_id)
         results = execution.results()
-        for task in execution.tasks.values():
-            self.objects.forget(task.object_id)
+        for bound in bindings.unbind(execution, self.objects):
+            if bound in self.objects:
+                self._free(bound)
+        for name in (*execution.program.producers,):
+            oid = object_id(execution.execution_id, name)
+            if name not in outlive:
+                self.objects.forget(oid)
+            elif not ends_well:
+                ref = self.objects[oid]
+                ref.parts.clear()
+                ref.needed_by = {key for key in ref.needed_by if "/" in key}
+                self._poison(
+                    oid, error or CancelledError("it was cancelled", where=f"execution {execution.execution_id}")
+                )
         execution.tasks.clear()
         self._room = True
-        self.running.pop(execution.execution_id, None)
-        self.queue.pop(execution.execution_id, None)
         self.over[execution.execution_id] = execution
         while len(self.over) > KEPT_OVER:
             del self.over[next(iter(self.over))]
@@ -322,6 +466,7 @@ class Scheduler:
         """Sends out whatever can go now: first what was admitted, then the queue, both in order."""
         while self._room:
             self._room = False
+            self._held_back = 0
             for execution in list(self.running.values()):
                 if execution.waiting:
                     self._dispatch(execution)
@@ -331,27 +476,45 @@ class Scheduler:
         """Admits, in order, what finds room; an execution that waits for a worker holds back later ones that share it."""
         passed_over: set[str] = set()
         known: dict[str, tuple[bool, bool, set[str]]] = {}
-        for execution in list(self.queue.values()):
+        progress = True
+        while progress:
+            progress = False
+            for owner in self.turns.owners():
+                if self._admit_of(owner, passed_over, known):
+                    progress = True
+                    known.clear()
+                    break
+
+    def _admit_of(self, owner: str, passed_over: set[str], known: dict[str, tuple[bool, bool, set[str]]]) -> bool:
+        """Admits the first of an owner's executions that finds room; says whether there was one."""
+        behind = 0
+        for execution_id in self.turns.waiting(owner):
+            execution = self.queue[execution_id]
             program_id = execution.program.program_id
             if program_id not in known:
                 full, absent = self.blockers(execution)
                 known[program_id] = (bool(full), bool(absent), reach(execution, self.resources))
             is_full, is_absent, workers = known[program_id]
-            if is_absent:
+            if is_absent or not all(self.objects[oid].workers for oid in execution.bindings.values()):
                 continue
             if is_full or not passed_over.isdisjoint(workers):
                 passed_over |= workers
+                behind += 1
+                if behind >= LOOK_AHEAD:
+                    return False
                 continue
+            self.turns.admit(owner, execution_id)
             self._admit(execution)
-            known.clear()
+            return True
+        return False
 
     def _admit(self, execution: Execution) -> None:
         del self.queue[execution.execution_id]
         self.running[execution.execution_id] = execution
         execution.advance(ExecutionTrigger.ADMITTED, self._cause)
-        for task in execution.tasks.values():
-            needed_by = execution.program.consumers[task.node_id]
-            self.objects.create(task.object_id, execution.owner, needed_by)
+        for name in execution.program.producers:
+            if name not in execution.program.kept:
+                self._create(execution, name)
         self._dispatch(execution)
 
     def _dispatch(self, execution: Execution) -> None:
@@ -362,9 +525,12 @@ class Scheduler:
                 self._drop_task(task, f"slice {place_.name} is not up")
         if execution.unfinished == 0:
             return self._end(execution, ExecutionTrigger.DONE)
-        placed = place(execution, self.resources, self.credits, self._cause)
+        placed = place(execution, self.resources, self.credits, self._cause, self._must_wait)
+        self._held_back += sum(bool(task.node.donates) for task in execution.waiting.values())
         per_worker: dict[str, list[Task]] = {}
         for task in placed:
+            for oid in task.object_ids.values():
+                self.objects[oid].workers = task.workers
             for worker in task.workers:
                 per_worker.setdefault(worker, []).append(task)
         gang: dict[str, int] = {}
@@ -374,8 +540,11 @@ class Scheduler:
             world = self.resources.world_of(worker)
             if self.resources.world_size(worker) > 1 and world not in gang:
                 gang[world] = self._gang[world] = self._gang.get(world, 0) + 1
-            self._out.append(execute(worker, execution, tasks, gang.get(world, 0), self._cause))
+            self._out.append(execute(worker, execution, tasks, gang.get(world, 0), self.objects, self._cause))
         self._out += relocations(execution, placed, self._cause)
+
+    def _must_wait(self, task: Task) -> bool:
+        return bindings.must_wait(task, self.objects, self.running | self.queue)
 
     def _install(self, worker: str, execution: Execution) -> None:
         program = execution.program
@@ -383,7 +552,13 @@ class Scheduler:
             return
         self._installed[worker].add(program.program_id)
         nodes = program.fragment(self.resources.places_of(worker))
-        self._out.append(c.InstallProgram(worker, program.program_id, program.name, nodes, cause=self._cause))
+        sources = {node.node_id: tuple(map(program.slice_of, node.inputs)) for node in nodes}
+        names = {name for found in sources.values() for name in found} | {node.place.name for node in nodes}
+        grants = tuple(self.resources.grants[name] for name in sorted(names) if name in self.resources.grants)
+        command = c.InstallProgram(
+            worker, program.program_id, program.name, nodes, grants, sources if grants else {}, cause=self._cause
+        )
+        self._out.append(command)
 
     def blockers(self, execution: Execution) -> tuple[list[str], list[Place]]:
         """What keeps a queued execution back; see placement.py."""
@@ -399,6 +574,10 @@ _HANDLERS: dict[type[c.Event], Callable[[Scheduler, Any], None]] = {
     c.WorkerLost: Scheduler._worker_lost,
     c.PoolMemberReady: Scheduler._pool_member_ready,
     c.PoolMemberRemoved: Scheduler._pool_member_removed,
+    c.SliceRequested: Scheduler._slice_requested,
+    c.SliceReleased: Scheduler._slice_released,
+    c.OwnerJoined: Scheduler._owner_joined,
+    c.ObjectsDeleted: Scheduler._objects_deleted,
     c.ExecutionSubmitted: Scheduler._submitted,
     c.NodeFinished: Scheduler._node_finished,
     c.NodeFailed: Scheduler._node_failed,

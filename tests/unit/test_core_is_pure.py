@@ -10,12 +10,17 @@ import pytest
 from waypath.controller import scheduler
 
 CORE = [
+    "allocation",
+    "bindings",
+    "checks",
     "commands",
     "credits",
     "dispatch",
     "execution",
+    "fairness",
     "graph",
     "intake",
+    "nodes",
     "objects",
     "pacing",
     "placement",
@@ -23,6 +28,8 @@ CORE = [
     "reshard",
     "resources",
     "scheduler",
+    "sequences",
+    "specs",
     "status",
 ]
 BANNED = {"asyncio", "grpc", "jax", "os", "pathlib", "random", "socket", "threading", "time"}

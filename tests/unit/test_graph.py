@@ -72,7 +72,10 @@ BAD_NODES: list[tuple[tuple[Node, ...], str]] = [
     ((node("a", "b"),), "node a: input 0: expected the id of a node, found 'b'"),
     ((node("a", "b"), node("b", "c"), node("c", "a")), "cycle: "),
     ((node("a", "a"),), "cycle: a → a"),
-    ((node("a", kind="magic"),), "expected one of ['method', 'transfer'], found 'magic'"),
+    (
+        (node("a", kind="magic"),),
+        "expected one of ['method', 'transfer', 'function', 'select', 'sequence'], found 'magic'",
+    ),
     ((node("x/y"),), "without '/'"),
     ((node("a", deadline_s=-1.0),), "deadline_s: expected a number ≥ 0, found -1.0"),
     ((node("a", service=""),), "expected a service and a method"),
