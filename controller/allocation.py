@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from waypath.proto.errors import ConfigError, NotFoundError
@@ -29,7 +29,9 @@ DeviceId = tuple[str, int]
 
 @dataclass(frozen=True)
 class Grant:
-    """A virtual slice: `devices` in mesh order (row-major over `axes` × `sizes`), `workers` in process order."""
+    """A virtual slice: `devices` in mesh order (row-major over `axes` × `sizes`), `workers` in process order, and the index of
+    each of them in its world.
+    """
 
     name: str
     owner: str
@@ -37,6 +39,7 @@ class Grant:
     sizes: tuple[int, ...]
     devices: tuple[DeviceId, ...]
     workers: tuple[str, ...]
+    indices: tuple[int, ...]
     world: str
     platform: str
     exclusive: bool = False
@@ -72,7 +75,8 @@ def allocate(request: SliceRequested, hosts: Iterable[Host], grants: Mapping[str
         raise ConfigError(_why_not(request, wanted, usable, used, closed, grants), where=where)
     sign = -1 if request.strategy == "pack" else 1
     best = min(enumerate(free), key=lambda item: (sign * sum(used.get(device, 0) for device in item[1]), item[0]))[1]
-    return _grant(request, best, next(host for host in usable if host.worker == best[0][0]))
+    by_name = {host.worker: host for host in usable}
+    return _grant(request, best, [by_name[worker] for worker in dict.fromkeys(worker for worker, _ in best)])
 
 
 def _check(request: SliceRequested, where: str) -> None:
@@ -96,16 +100,7 @@ def _like(request: SliceRequested, grants: Mapping[str, Grant], wanted: int, whe
         raise ConfigError(f"{wanted} devices, {request.like} has {len(model.devices)}", where=where)
     if request.exclusive or model.exclusive:
         raise ConfigError(f"an exclusive slice shares no devices with {request.like}", where=where)
-    return Grant(
-        request.name,
-        request.owner,
-        request.axes,
-        request.sizes,
-        model.devices,
-        model.workers,
-        model.world,
-        model.platform,
-    )
+    return replace(model, name=request.name, owner=request.owner, axes=request.axes, sizes=request.sizes)
 
 
 def _use(grants: Iterable[Grant]) -> tuple[dict[DeviceId, int], set[DeviceId]]:
@@ -139,17 +134,17 @@ def _places(hosts: Sequence[Host], wanted: int) -> Iterable[tuple[DeviceId, ...]
                 yield tuple((host.worker, device) for host in block for device in host.devices)
 
 
-def _grant(request: SliceRequested, devices: tuple[DeviceId, ...], host: Host) -> Grant:
-    workers = tuple(dict.fromkeys(worker for worker, _ in devices))
+def _grant(request: SliceRequested, devices: tuple[DeviceId, ...], hosts: Sequence[Host]) -> Grant:
     return Grant(
         request.name,
         request.owner,
         request.axes,
         request.sizes,
         devices,
-        workers,
-        host.world,
-        host.platform,
+        tuple(host.worker for host in hosts),
+        tuple(host.process_index for host in hosts),
+        hosts[0].world,
+        hosts[0].platform,
         request.exclusive,
     )
 

@@ -54,7 +54,11 @@ def _aval_message(aval: Aval) -> pb.Aval:
 
 def mesh_message(grant: Grant) -> pb.MeshSlice:
     """Returns the wire form of a virtual slice."""
-    devices = [pb.MeshDevice(worker=worker, local_id=local_id) for worker, local_id in grant.devices]
+    index = dict(zip(grant.workers, grant.indices, strict=True))
+    devices = [
+        pb.MeshDevice(worker=worker, local_id=local_id, process_index=index[worker])
+        for worker, local_id in grant.devices
+    ]
     return pb.MeshSlice(name=grant.name, axes=grant.axes, sizes=grant.sizes, devices=devices)
 
 

@@ -36,7 +36,7 @@ from waypath.controller.credits import Credits
 from waypath.controller.dispatch import execute, relocations
 from waypath.controller.execution import Execution, ExecutionTrigger, Task, TaskState, TaskTrigger
 from waypath.controller.fairness import FairQueue
-from waypath.controller.graph import Place, Slice
+from waypath.controller.graph import Place, Program, Slice
 from waypath.controller.intake import judge
 from waypath.controller.objects import ObjectDirectory, ObjectState
 from waypath.controller.placement import blockers, place, reach
@@ -77,7 +77,7 @@ class Scheduler:
         self.acknowledged: dict[str, int] = {}
         self.dropped: deque[tuple[c.Event, str]] = deque(maxlen=KEPT_DROPPED)
         self._installed: dict[str, set[str]] = {}
-        self._checked: dict[str, None] = {}
+        self._checked: dict[tuple[Any, ...], None] = {}
         self._gang: dict[str, int] = {}
         self._events = 0
         self._room = False
@@ -167,8 +167,7 @@ class Scheduler:
         known = self._find(event.execution_id)
         if known is not None:
             raise known.illegal(f"submitted again ({self._cause})")
-        event.program.check_placements(self.resources.slices, self.resources.pools)
-        self._check_slices(event)
+        self.check(event.program, event.owner)
         if self.turns.count(event.owner) >= MAX_QUEUED:
             raise LocalError(
                 f"{self.turns.count(event.owner)} executions wait already, all of {event.owner or 'one owner'}",
@@ -187,15 +186,18 @@ class Scheduler:
             if (error := self.objects[oid].error) is not None:
                 self._doomed.append((event.execution_id, error))
 
-    def _check_slices(self, event: c.ExecutionSubmitted) -> None:
-        """A virtual slice is used by its owner alone, and specs name its axes."""
-        for name in event.program.slices:
-            grant = self.resources.grants.get(name)
-            if grant is not None and grant.owner != event.owner:
-                raise GraphError(f"slice {name!r} belongs to {grant.owner}", where=f"program {event.program.name}")
-        if event.program.program_id not in self._checked:
-            check_specs(event.program, self.resources.grants)
-            self._checked[event.program.program_id] = None
+    def check(self, program: Program, owner: str) -> None:
+        """Raises GraphError where an owner's program does not fit the cluster as it is: places, whose slices they are, meshes."""
+        program.check_placements(self.resources.slices, self.resources.pools)
+        grants = self.resources.grants
+        mine = [grants[name] for name in program.slices if name in grants]
+        for grant in mine:
+            if grant.owner != owner:
+                raise GraphError(f"slice {grant.name!r} belongs to {grant.owner}", where=f"program {program.name}")
+        key = (program.program_id, tuple((grant.name, grant.axes, grant.sizes) for grant in mine))
+        if key not in self._checked:
+            check_specs(program, grants)
+            self._checked[key] = None
             while len(self._checked) > KEPT_CHECKED:
                 del self._checked[next(iter(self._checked))]
 

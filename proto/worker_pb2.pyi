@@ -171,12 +171,14 @@ class MeshSlice(_message.Message):
     def __init__(self, name: _Optional[str] = ..., axes: _Optional[_Iterable[str]] = ..., sizes: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[_Union[MeshDevice, _Mapping]]] = ...) -> None: ...
 
 class MeshDevice(_message.Message):
-    __slots__ = ("worker", "local_id")
+    __slots__ = ("worker", "local_id", "process_index")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOCAL_ID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
     worker: str
     local_id: int
-    def __init__(self, worker: _Optional[str] = ..., local_id: _Optional[int] = ...) -> None: ...
+    process_index: int
+    def __init__(self, worker: _Optional[str] = ..., local_id: _Optional[int] = ..., process_index: _Optional[int] = ...) -> None: ...
 
 class Install(_message.Message):
     __slots__ = ("program_id", "name", "nodes", "slices")

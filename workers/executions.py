@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,22 @@ from waypath.proto.names import object_id
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import Lanes
 from waypath.workers.service import Call, Lane, ServiceContext, find_service, lane_of
+from waypath.workers.store import Held
 
 __all__ = ["Executions"]
 
+ON_DEVICE = "function"  # the service that runs sequences and holds arrays
 NO_DEADLINE_S = 7 * 24 * 3600.0
 
 _STATES = {"finished": pb.NodeEvent.FINISHED, "failed": pb.NodeEvent.FAILED, "cancelled": pb.NodeEvent.CANCELLED}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """An installed fragment of a program."""
+
+    nodes: dict[str, pb.Node]
+    slices: dict[str, pb.MeshSlice]
 
 
 @dataclass(eq=False)
@@ -46,6 +56,7 @@ class _Node:
     method: Callable[[Call], Any]
     call: Call
     before: asyncio.Event | None  # the end of the jax-lane node ahead of this one
+    prepare: Callable[[Call], Awaitable[None]] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     stage: str = "inputs"  # inputs, turn, running
     cancelled: str = ""  # why
@@ -57,7 +68,13 @@ class _Node:
 
     @property
     def title(self) -> str:
-        return f"{self.spec.service}.{self.spec.method} ({self.call.execution_id}/{self.spec.node_id})"
+        what = f"{self.spec.service}.{self.spec.method}" if self.spec.service else self.spec.kind
+        return f"{what} ({self.call.execution_id}/{self.spec.node_id})"
+
+    @property
+    def on_device(self) -> bool:
+        """Does it work on arrays where they lie? Then nothing is fetched for it ahead."""
+        return self.spec.kind == "sequence" or (self.spec.kind == "transfer" and len(self.spec.takes) > 0)
 
 
 @dataclass(eq=False)
@@ -90,7 +107,7 @@ class Executions:
         self._new_inputs = new_inputs
         self._emit = emit
         self._abort = abort
-        self._programs: dict[str, dict[str, pb.Node]] = {}
+        self._programs: dict[str, _Program] = {}
         self._executions: dict[str, _Execution] = {}
         self._services: dict[str, Any] = {}
         self._last_jax: asyncio.Event | None = None
@@ -123,7 +140,9 @@ class Executions:
 
     def install(self, message: pb.Install) -> None:
         """Keep a program's nodes for later `execute`s; installing it again replaces it."""
-        self._programs[message.program_id] = {node.node_id: node for node in message.nodes}
+        self._programs[message.program_id] = _Program(
+            {node.node_id: node for node in message.nodes}, {slice_.name: slice_ for slice_ in message.slices}
+        )
 
     def execute(self, message: pb.Execute) -> None:
         """Start the assigned nodes, in order. An attempt that is known is not started again.
@@ -136,7 +155,7 @@ class Executions:
             execution = _Execution(message.execution_id, self._new_inputs(message.execution_id))
             self._executions[message.execution_id] = execution
         for location in message.locations:
-            execution.inputs.locate(location.node_id, tuple(location.workers))
+            execution.inputs.locate(location.node_id, tuple(location.workers), location.object_id)
         trouble = self._gang_trouble(message.gang_sequence)
         for assigned in message.nodes:
             if execution.attempts.get(assigned.node_id, -1) >= assigned.attempt:
@@ -144,7 +163,8 @@ class Executions:
             self._drop_attempt(execution, assigned.node_id, f"attempt {assigned.attempt} replaces it")
             execution.attempts[assigned.node_id] = assigned.attempt
             execution.events.pop(assigned.node_id, None)
-            self._context.store.reopen(object_id(execution.execution_id, assigned.node_id))
+            for name in self._objects_of(message.program_id, assigned.node_id):
+                self._context.store.reopen(object_id(execution.execution_id, name))
             try:
                 if trouble is not None:
                     raise trouble
@@ -153,7 +173,8 @@ class Executions:
                 self._finish(execution, assigned.node_id, assigned.attempt, "failed", error=error)
                 continue
             execution.nodes[assigned.node_id] = node
-            execution.inputs.want(node.reader, tuple(node.spec.inputs))
+            if not node.on_device:
+                execution.inputs.want(node.reader, tuple(node.spec.inputs))
             node.task = asyncio.get_running_loop().create_task(self._run(execution, node), name=node.title)
 
     def answer(self, message: pb.Execute) -> None:
@@ -183,13 +204,15 @@ class Executions:
             execution.released = True
             self._cancel(execution, "released")
             execution.inputs.close()
-        self._context.store.release_execution(message.execution_id)
+        self._context.mailbox.drop(message.execution_id)
+        self._context.store.release_execution(message.execution_id, kept=message.kept)
 
     def cancel(self, message: pb.Cancel) -> None:
         """Stop what can be stopped and free the execution's objects."""
         execution = self._executions.get(message.execution_id)
         if execution is not None:
             self._cancel(execution, message.reason or "cancelled")
+        self._context.mailbox.drop(message.execution_id)
         self._context.store.release_execution(message.execution_id, "cancelled")
 
     def drop_all(self, reason: str) -> None:
@@ -197,6 +220,8 @@ class Executions:
         for execution_id in list(self._executions):
             self.cancel(pb.Cancel(execution_id=execution_id, reason=reason))
             self.release(pb.Release(execution_id=execution_id))
+        for name in self._context.store.names():  # what outlived its execution
+            self._context.store.release(name)
         self._programs.clear()
         self._gang_sequence = 0
 
@@ -212,18 +237,20 @@ class Executions:
 
     def _instantiate(self, execution: _Execution, message: pb.Execute, assigned: pb.Assignment) -> _Node:
         where = object_id(execution.execution_id, assigned.node_id)
-        spec = self._programs.get(message.program_id, {}).get(assigned.node_id)
-        if spec is None:
+        program = self._programs.get(message.program_id)
+        spec = None if program is None else program.nodes.get(assigned.node_id)
+        if program is None or spec is None:
             raise ProtocolError(f"program {message.program_id} with this node is not installed here", where=where)
         lane: Lane
-        if spec.kind == "transfer":
-            lane, method = "async", _pass_on
+        prepare = None
+        if spec.kind == "sequence":
+            service = self._service(ON_DEVICE)
+            lane, method, prepare = "jax", service.sequence, service.prepare
+        elif spec.kind == "transfer":
+            lane, method = "async", self._service(ON_DEVICE).transfer if spec.takes else _pass_on
         else:
-            cls = find_service(spec.service)
-            lane = lane_of(cls, spec.method)
-            if spec.service not in self._services:
-                self._services[spec.service] = cls(self._context)
-            method = getattr(self._services[spec.service], spec.method)
+            method = getattr(self._service(spec.service), spec.method, None)
+            lane = lane_of(type(self._services[spec.service]), spec.method)
         options = {**codecs.load_json(spec.options_json), **codecs.load_json(message.args_json)}
         call = Call(
             execution_id=execution.execution_id,
@@ -232,28 +259,52 @@ class Executions:
             inputs=[],
             context=self._context,
             deadline=time.monotonic() + (spec.deadline_s or NO_DEADLINE_S),
+            program_id=message.program_id,
+            node=spec,
+            slices=program.slices,
+            objects=tuple(map(execution.inputs.object_id, spec.inputs)),
         )
         before = self._last_jax if lane == "jax" else None
-        node = _Node(spec, assigned.attempt, lane, method, call, before)
+        node = _Node(spec, assigned.attempt, lane, method, call, before, prepare)
         call.on_activity = lambda text: self._set_activity(node, text)
         if lane == "jax":
             self._last_jax = node.over
         self._activity[node] = node.title
         return node
 
+    def _service(self, name: str) -> Any:
+        """The worker's one instance of a service."""
+        if name not in self._services:
+            self._services[name] = find_service(name)(self._context)
+        return self._services[name]
+
+    def _objects_of(self, program_id: str, node_id: str) -> tuple[str, ...]:
+        """Names of the objects that a node leaves behind."""
+        program = self._programs.get(program_id)
+        spec = None if program is None else program.nodes.get(node_id)
+        return tuple(spec.exports) if spec is not None and spec.kind == "sequence" else (node_id,)
+
+    async def _inputs(self, execution: _Execution, node: _Node) -> list[Any]:
+        """A part per worker of each input; of a sequence, whose inputs lie where it runs, this worker's own parts."""
+        if node.spec.kind == "sequence":
+            return await execution.inputs.local(node.spec.inputs)
+        return [] if node.on_device else await execution.inputs.get(node.spec.inputs)
+
     async def _run(self, execution: _Execution, node: _Node) -> None:
-        outcome, error, bundle = "finished", None, None
+        outcome, error, kept = "finished", None, None
         try:
             async with asyncio.timeout(node.call.remaining_s):
-                node.call.inputs = await execution.inputs.get(node.spec.inputs)
+                node.call.inputs = await self._inputs(execution, node)
+                if node.prepare is not None:
+                    await node.prepare(node.call)
                 if node.before is not None:
                     node.stage = "turn"
                     await node.before.wait()
                 node.stage = "running"
-                returned = await self._lanes.run(node.lane, node.method, node.call)
-            if returned is not None and not isinstance(returned, Bundle):
-                raise LocalError(f"{node.title} returned {type(returned).__name__}, not a Bundle or None")
-            bundle = returned or Bundle()
+                kept = self._keep(execution, node, await self._lanes.run(node.lane, node.method, node.call))
+                if node.call.ready is not None:
+                    node.over.set()  # what is next may be enqueued behind it
+                    await asyncio.to_thread(node.call.ready)
         except asyncio.CancelledError:
             outcome = "cancelled"
             node.cancelled = node.cancelled or "cancelled"
@@ -269,10 +320,27 @@ class Executions:
         if execution.nodes.get(node.spec.node_id) is node:
             del execution.nodes[node.spec.node_id]
             if node.cancelled:
-                outcome, bundle, error = "cancelled", None, None
-            self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, bundle, error)
+                outcome, kept, error = "cancelled", None, None
+            self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, kept, error)
         if stuck and time.monotonic() >= node.call.deadline:
             self._abort(str(error))
+
+    def _keep(self, execution: _Execution, node: _Node, returned: Any) -> dict[str, Held]:
+        """Puts into the store what a method returned, unless nobody wants it any more; returns it by object name."""
+        objects: dict[str, Held]
+        if node.spec.kind == "sequence":
+            objects = returned
+        else:
+            value = Bundle() if returned is None else returned
+            if isinstance(value, Bundle):
+                codecs.header(value)  # what cannot travel is this node's failure, not its consumers'
+            elif node.spec.service != ON_DEVICE and not node.on_device:
+                raise LocalError(f"{node.title} returned {type(returned).__name__}, not a Bundle or None")
+            objects = {node.spec.node_id: value}
+        if execution.nodes.get(node.spec.node_id) is node and not node.cancelled and not execution.released:
+            for name, value in objects.items():
+                self._context.store.put(object_id(execution.execution_id, name), value)
+        return objects
 
     def _finish(
         self,
@@ -281,27 +349,30 @@ class Executions:
         attempt: int,
         outcome: str,
         call: Call | None = None,
-        bundle: Bundle | None = None,
+        kept: dict[str, Held] | None = None,
         error: BaseException | None = None,
     ) -> None:
         if execution.released:
             return
-        name = object_id(execution.execution_id, node_id)
-        where = f"{name} on {self._context.worker}"
+        where = f"{object_id(execution.execution_id, node_id)} on {self._context.worker}"
         event = pb.NodeEvent(execution_id=execution.execution_id, node_id=node_id, attempt=attempt)
         if call is not None:
             event.spans.extend(_spans(call))
-        if outcome == "finished" and call is not None and bundle is not None:
+        if outcome == "finished" and call is not None and kept is not None:
             try:
                 event.result_json = codecs.dump_result(call.result, where)
-                codecs.header(bundle)  # what cannot travel is this node's failure, not its consumers'
-                event.object_bytes = bundle.nbytes
-                self._context.store.put(name, bundle)
-            except Exception as raised:  # a result that is not JSON, a dtype or a size that may not travel
+                if call.node.kind == "sequence":
+                    event.export_bytes.update({name: value.nbytes for name, value in kept.items()})
+                else:
+                    event.object_bytes = sum(value.nbytes for value in kept.values())
+            except Exception as raised:  # a result that is not JSON or too long
                 outcome, error = "failed", raised
         if error is not None:
             event.error.CopyFrom(to_message(error, where))
-            self._context.store.fail(name, from_message(event.error))  # a copy: a traceback would pin arrays
+            names = (node_id,) if call is None or call.node.kind != "sequence" else tuple(call.node.exports)
+            for name in (object_id(execution.execution_id, name) for name in names):
+                self._context.store.reopen(name)  # what came out of it before it failed
+                self._context.store.fail(name, from_message(event.error))  # a copy: a traceback would pin arrays
         event.state = _STATES[outcome]
         execution.events[node_id] = event
         self._emit(event)

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from waypath.proto import wire
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import TransferError, UserError
-from waypath.workers import wire
 from waypath.workers.data_server import DataServer
 from waypath.workers.peers import Peers
 from waypath.workers.store import ExposedTensor, ObjectStore
