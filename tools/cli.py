@@ -244,7 +244,7 @@ def _directory(client: Client, run_id: str, run_dir: Path) -> Path:
 
 def up_command(arguments: argparse.Namespace, console: Console) -> int:
     """`waypath up`: a cluster until Ctrl-C; its runs are stopped with a checkpoint."""
-    config = configs.load(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
+    config = configs.load_cluster(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
     preflight.check(config)
     with Interrupts() as interrupts:
         view = progress.View(console)

@@ -40,7 +40,8 @@ class DeviceObject:
 def _local_bytes(leaf: Any) -> int:
     sharding = leaf.sharding
     shape = sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * int(leaf.dtype.itemsize) * len(sharding.addressable_devices)
+    count: int = math.prod(shape) * leaf.dtype.itemsize * len(sharding.addressable_devices)
+    return count
 
 
 class Meshes:

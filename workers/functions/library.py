@@ -66,8 +66,12 @@ class Library:
         if made is None:
             exported = self._load(step.method)
             _check(exported, step, mesh, [leaf for leaf, _ in leaves], results)
+
+            def call(*given: Any) -> tuple[Any, ...]:
+                return tuple(jax.tree.leaves(exported.call(*given)))
+
             made = self._compiled[key] = jax.jit(
-                exported.call,
+                call,
                 in_shardings=tuple(sharding_of(leaf, mesh) for leaf, _ in leaves),
                 out_shardings=tuple(sharding_of(leaf, mesh) for leaf in results),
                 donate_argnums=tuple(k for k, (_, gone) in enumerate(leaves) if gone),

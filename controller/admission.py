@@ -1,0 +1,211 @@
+"""Admission: what may be submitted at all, and which of the executions that wait goes next.
+
+An execution goes when a worker of each of its places has credit, the objects it is bound to have workers, whoever reads what it
+consumes has gone before it, and its device memory can be reserved. Owners take turns by weight; an execution that waits for
+a worker holds back later ones that share it; one that waits for memory, later ones of its owner that need the same memory.
+
+What can be said of a program as the cluster is now (its *plan*) is found once and kept until the cluster changes.
+
+Must not know: messages, recovery. Called by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from waypath.controller.allocation import Grant
+from waypath.controller.credits import Credits
+from waypath.controller.execution import Execution
+from waypath.controller.fairness import FairQueue
+from waypath.controller.graph import Place, Program
+from waypath.controller.memory import Memory, footprint
+from waypath.controller.nodes import STEP_KINDS
+from waypath.controller.objects import ObjectDirectory
+from waypath.controller.placement import blockers, reach
+from waypath.controller.resources import Resources
+from waypath.controller.specs import check_specs, device_bytes
+from waypath.proto.errors import GraphError, LocalError
+
+MAX_QUEUED = 256
+LOOK_AHEAD = 16
+KEPT_CHECKED = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`install_id` names the program on these very slices; `reach`: the workers that it could go to now. Of device memory,
+    slice → bytes on each device: `needs` what it leaves behind. `donated`: the parameters that it consumes.
+    """
+
+    install_id: str
+    grants: tuple[Grant, ...]
+    reach: frozenset[str]
+    needs: Mapping[str, int]
+    donated: tuple[str, ...]
+
+
+class Admission:
+    """The executions that wait. `running`: those that were admitted, for the bound on waiting for absent places."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        credits: Credits,
+        objects: ObjectDirectory,
+        memory: Memory,
+        running: Mapping[str, Execution],
+    ) -> None:
+        self.queue: dict[str, Execution] = {}
+        self.turns = FairQueue()
+        self._resources = resources
+        self._credits = credits
+        self._objects = objects
+        self._memory = memory
+        self._running = running
+        self._plans: dict[str, Plan] = {}
+        self._checked: dict[str, None] = {}
+
+    def cluster_changed(self) -> None:
+        """Workers, pools or slices are not what they were."""
+        self._plans.clear()
+
+    def plan(self, program: Program) -> Plan:
+        """Raises GraphError where the program does not fit the cluster as it is: places, meshes, memory."""
+        found = self._plans.get(program.program_id)
+        if found is None:
+            if len(self._plans) >= KEPT_CHECKED:
+                del self._plans[next(iter(self._plans))]
+            found = self._plans[program.program_id] = self._new_plan(program)
+        return found
+
+    def check(self, program: Program, owner: str) -> None:
+        """Raises GraphError where an owner's program does not fit the cluster as it is, or uses another owner's slice."""
+        for grant in self.plan(program).grants:
+            if grant.owner != owner:
+                raise GraphError(f"slice {grant.name!r} belongs to {grant.owner}", where=f"program {program.name}")
+
+    def check_memory(self, program: Program, bindings: Mapping[str, str]) -> None:
+        """Raises GraphError where an execution needs more than its slices' devices have, whoever else is there."""
+        plan = self.plan(program)
+        for grant in plan.grants:
+            if not grant.memory_bytes:
+                continue
+            bound = {
+                bindings[name]: (device_bytes(param.aval, grant), name in plan.donated)
+                for name, param in program.by_param.items()
+                if param.place.name == grant.name
+            }
+            stays = sum(size for size, donated in bound.values() if not donated)
+            goes = sum(size for size, donated in bound.values() if donated)
+            total = stays + max(plan.needs.get(grant.name, 0), goes)
+            if total > grant.memory_bytes:
+                raise GraphError(
+                    f"needs {total:,} bytes on each device of slice {grant.name}, which has {grant.memory_bytes:,}",
+                    where=f"program {program.name}",
+                )
+
+    def check_room(self, owner: str) -> None:
+        """Raises LocalError where too much of an owner waits already."""
+        waiting = self.turns.count(owner)
+        if waiting >= MAX_QUEUED:
+            raise LocalError(
+                f"{waiting} executions wait already, all of {owner or 'one owner'}", remedy="Submit it again later"
+            )
+
+    def add(self, execution: Execution) -> None:
+        """One more waits."""
+        self.queue[execution.execution_id] = execution
+        program = execution.program
+        self.turns.add(execution.owner, execution.execution_id, program.size, program.program_id)
+
+    def remove(self, execution: Execution) -> None:
+        """It waits no longer; unknown ones are fine."""
+        if self.queue.pop(execution.execution_id, None) is not None:
+            self.turns.remove(execution.execution_id)
+
+    def next(self) -> Execution | None:
+        """Takes out the next execution that can go, with its memory reserved."""
+        passed_over: set[str] = set()
+        known: dict[str, tuple[bool, bool]] = {}
+        for owner in self.turns.owners():
+            short: set[str] = set()
+            for execution_id in self.turns.heads(owner)[:LOOK_AHEAD]:
+                execution = self.queue[execution_id]
+                plan = self.plan(execution.program)
+                if plan.reach and plan.reach <= passed_over:
+                    continue
+                if plan.install_id not in known:
+                    full, absent = self.blockers(execution)
+                    known[plan.install_id] = (bool(full), bool(absent))
+                is_full, is_absent = known[plan.install_id]
+                if is_absent or self._waits_for_objects(execution, plan):
+                    continue
+                if is_full or not passed_over.isdisjoint(plan.reach):
+                    passed_over |= plan.reach
+                    continue
+                needs = self._needs(execution, plan)
+                if not short.isdisjoint(needs) or self._memory.short(needs):
+                    short.update(needs)
+                    continue
+                self._memory.reserve(execution_id, needs)
+                self.turns.admit(execution_id)
+                return self.queue.pop(execution_id)
+        return None
+
+    def blockers(self, execution: Execution) -> tuple[list[str], list[Place]]:
+        """What keeps a queued execution back; see placement.py."""
+        return blockers(execution, self._running.values(), self._resources, self._credits)
+
+    def lacking(self, execution: Execution) -> str:
+        """Which memory a queued execution waits for; "" where it does not."""
+        return self._memory.short(self._needs(execution, self.plan(execution.program)))
+
+    def _new_plan(self, program: Program) -> Plan:
+        grants = self._resources.grants
+        program.check_placements(self._resources.slices, self._resources.pools)
+        names = dict.fromkeys((*program.slices, *(param.place.name for param in program.params)))
+        mine = tuple(grants[name] for name in names if name in grants)
+        stamp = max((grant.serial for grant in mine), default=0)
+        install_id = f"{program.program_id}+{stamp}" if stamp else program.program_id
+        if install_id not in self._checked:
+            loose = next((node for node in program.nodes if node.kind in STEP_KINDS), None)
+            if loose is not None:
+                raise GraphError(f"a {loose.kind} outside a sequence", where=f"program {program.name}, node {loose.node_id}")
+            check_specs(program, grants)
+            self._checked[install_id] = None
+            while len(self._checked) > KEPT_CHECKED:
+                del self._checked[next(iter(self._checked))]
+        donated = dict.fromkeys(node.inputs[k] for node in program.nodes for k in node.donates)
+        return Plan(
+            install_id,
+            mine,
+            frozenset(reach(program, self._resources)),
+            footprint(program, grants) if any(grant.memory_bytes for grant in mine) else {},
+            tuple(name for name in donated if name in program.by_param),
+        )
+
+    def _needs(self, execution: Execution, plan: Plan) -> Mapping[str, int]:
+        """What has to be reserved: what it consumes is set off against what it leaves."""
+        if not plan.needs or not plan.donated:
+            return plan.needs
+        needs = dict(plan.needs)
+        for name in plan.donated:
+            for place, share in self._memory.share(execution.bindings[name]).items():
+                needs[place] = max(0, needs.get(place, 0) - share)
+        return needs
+
+    def _waits_for_objects(self, execution: Execution, plan: Plan) -> bool:
+        """Has an object that it is bound to no workers yet, or does one that waits too read what it consumes?
+
+        The latter may need memory that this one would hold.
+        """
+        for oid in execution.bindings.values():
+            if not self._objects[oid].workers:
+                return True
+        for name in plan.donated:
+            for key in self._objects[execution.bindings[name]].needed_by:
+                reader = key.rpartition("/")[0]
+                if reader != execution.execution_id and reader in self.queue:
+                    return True
+        return False
