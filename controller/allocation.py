@@ -30,8 +30,7 @@ DeviceId = tuple[str, int]
 @dataclass(frozen=True)
 class Grant:
     """A virtual slice: `devices` in mesh order (row-major over `axes` × `sizes`), `workers` in process order, and the index of
-    each of them in its world. `memory_bytes`: what every device has, 0 where that is not known. `serial` tells it from others that
-    had the name before.
+    each of them in its world.
     """
 
     name: str
@@ -44,8 +43,6 @@ class Grant:
     world: str
     platform: str
     exclusive: bool = False
-    memory_bytes: int = 0
-    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class Host:
     process_count: int
     platform: str
     devices: tuple[int, ...]
-    memory_bytes: int = 0
 
 
 def allocate(request: SliceRequested, hosts: Iterable[Host], grants: Mapping[str, Grant]) -> Grant:
@@ -150,7 +146,6 @@ def _grant(request: SliceRequested, devices: tuple[DeviceId, ...], hosts: Sequen
         hosts[0].world,
         hosts[0].platform,
         request.exclusive,
-        min(host.memory_bytes for host in hosts),
     )
 
 

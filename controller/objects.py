@@ -101,6 +101,10 @@ class ObjectDirectory:
     def __len__(self) -> int:
         return len(self._objects)
 
+    def ids(self) -> list[str]:
+        """All object ids."""
+        return list(self._objects)
+
     def __contains__(self, oid: str) -> bool:
         return oid in self._objects
 

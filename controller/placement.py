@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from waypath.controller.credits import Credits
 from waypath.controller.execution import Execution, Task, TaskTrigger
-from waypath.controller.graph import Place, Pool, Program
+from waypath.controller.graph import Place, Pool
 from waypath.controller.resources import Resources
 
 
@@ -43,9 +43,9 @@ def candidates(resources: Resources, place: Place) -> tuple[str, ...]:
     return () if resources.missing(place.name) else (place.name,)
 
 
-def reach(program: Program, resources: Resources) -> set[str]:
-    """The workers that an execution of the program could go to now."""
-    names = [name for place in program.places for name in candidates(resources, place)]
+def reach(execution: Execution, resources: Resources) -> set[str]:
+    """The workers that the execution could go to now."""
+    names = [name for place in execution.program.places for name in candidates(resources, place)]
     return {worker for name in names for worker in resources.slices[name]}
 
 

@@ -7,8 +7,7 @@ runs its steps on the worker's JAX thread, and reports once.
 The rule is linear in the program. The open sequence of a slice takes every function and select of that slice. It is
 closed, for good, when a transfer or method reads one of its values: what comes later on that slice goes into another.
 Nothing can depend on an open sequence and be an input of its next step, because whoever depends on it has closed it; so the
-fused program has no cycle, whatever the order of transfers between slices. In its order a sequence stands where its last step stood:
-behind whoever reads what a step consumes, before whoever reads what it leaves.
+fused program has no cycle, whatever the order of transfers between slices.
 
 Must not know: workers, executions. Called where a client's program is installed.
 """
@@ -47,11 +46,13 @@ def fuse(program: Program) -> Program:
     names = {*program.by_id, *program.by_param}
     sequences = [_sequence(_free(f"seq_{k}", names), steps, exported) for k, steps in enumerate(members)]
     nodes: list[Node] = []
+    done: set[int] = set()
     for node in program.nodes:
         number = sequence_of.get(node.node_id)
         if number is None:
             nodes.append(node)
-        elif node is members[number][-1]:
+        elif number not in done:
+            done.add(number)
             nodes.append(sequences[number])
     fused = Program(program.name, tuple(nodes), program.params, program.outputs)
     fused.__dict__["digest"] = program.digest  # it is the same program, and its own JSON does not tell steps
