@@ -99,9 +99,9 @@ class Scheduler:
         self._cause = event.event_id or f"event {self._events}"
         self._out = []
         handler(self, event)
-        self._pump()
-        while self._doomed:
-            self._fail_bound(*self._doomed.popleft())
+        while self._doomed or self._room:
+            while self._doomed:
+                self._fail_bound(*self._doomed.popleft())
             self._pump()
         return self._out
 

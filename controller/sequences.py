@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from waypath.controller.graph import Node, Place, Program
 from waypath.controller.nodes import STEP_KINDS
+from waypath.proto.errors import GraphError
 
 
 def fuse(program: Program) -> Program:
@@ -32,6 +33,11 @@ def fuse(program: Program) -> Program:
                 if source in sequence_of and open_on.get(program.place_of(source)) == sequence_of[source]:
                     del open_on[program.place_of(source)]
             continue
+        if node.kind == "select" and sequence_of.get(node.inputs[0]) != open_on.get(node.place, -1):
+            raise GraphError(
+                f"selects from {node.inputs[0]}, whose outputs other nodes read already: expected right after it",
+                where=f"program {program.name}, node {node.node_id}",
+            )
         if node.place not in open_on:
             open_on[node.place] = len(members)
             members.append([])

@@ -27,7 +27,7 @@ from waypath.proto.errors import DeadlineError, LocalError, ProtocolError, from_
 from waypath.proto.names import object_id
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import Lanes
-from waypath.workers.service import Call, Lane, ServiceContext, find_service, lane_of
+from waypath.workers.service import Call, DivergedError, Lane, ServiceContext, find_service, lane_of
 from waypath.workers.store import Held
 
 __all__ = ["Executions"]
@@ -61,6 +61,9 @@ class _Node:
     stage: str = "inputs"  # inputs, turn, running
     cancelled: str = ""  # why
     task: asyncio.Task[None] | None = None
+
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)  # nobody wants its result any more
+    gang: bool = False  # part of a computation of several processes: it runs whatever happens, or its peers hang
 
     @property
     def reader(self) -> str:
@@ -266,6 +269,8 @@ class Executions:
         )
         before = self._last_jax if lane == "jax" else None
         node = _Node(spec, assigned.attempt, lane, method, call, before, prepare)
+        mesh = program.slices.get(spec.slice)
+        node.gang = spec.kind == "sequence" and mesh is not None and len({d.worker for d in mesh.devices}) > 1
         call.on_activity = lambda text: self._set_activity(node, text)
         if lane == "jax":
             self._last_jax = node.over
@@ -286,12 +291,14 @@ class Executions:
 
     async def _inputs(self, execution: _Execution, node: _Node) -> list[Any]:
         """A part per worker of each input; of a sequence, whose inputs lie where it runs, this worker's own parts."""
+        if node.gang:  # what cannot be had is replaced, for the peers may have it
+            return await execution.inputs.local_or_errors(node.spec.inputs, node.given_up)
         if node.spec.kind == "sequence":
             return await execution.inputs.local(node.spec.inputs)
         return [] if node.on_device else await execution.inputs.get(node.spec.inputs)
 
     async def _run(self, execution: _Execution, node: _Node) -> None:
-        outcome, error, kept = "finished", None, None
+        outcome, error, kept, diverged = "finished", None, None, False
         try:
             async with asyncio.timeout(node.call.remaining_s):
                 node.call.inputs = await self._inputs(execution, node)
@@ -301,15 +308,21 @@ class Executions:
                     node.stage = "turn"
                     await node.before.wait()
                 node.stage = "running"
-                kept = self._keep(execution, node, await self._lanes.run(node.lane, node.method, node.call))
+                missing = _first_error(node.call.inputs)
+                returned = await self._lanes.run(node.lane, node.method, node.call)
+                if missing is not None:
+                    raise missing
+                kept = self._keep(execution, node, returned)
                 if node.call.ready is not None:
                     node.over.set()  # what is next may be enqueued behind it
-                    await asyncio.to_thread(node.call.ready)
+                    await self._lanes.ready(node.call.ready)
         except asyncio.CancelledError:
             outcome = "cancelled"
             node.cancelled = node.cancelled or "cancelled"
         except TimeoutError as raised:
             outcome, error = "failed", self._overrun(execution, node, raised)
+        except DivergedError as raised:
+            outcome, error, diverged = "failed", raised.error, True
         except Exception as raised:  # an error is a value: whatever a method raises goes to the controller
             outcome, error = "failed", raised
         stuck = node.stage == "running" and isinstance(error, DeadlineError) and node.lane == "jax"
@@ -322,7 +335,7 @@ class Executions:
             if node.cancelled:
                 outcome, kept, error = "cancelled", None, None
             self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, kept, error)
-        if stuck and time.monotonic() >= node.call.deadline:
+        if diverged or (stuck and time.monotonic() >= node.call.deadline):
             self._abort(str(error))
 
     def _keep(self, execution: _Execution, node: _Node, returned: Any) -> dict[str, Held]:
@@ -393,9 +406,10 @@ class Executions:
     def _cancel(self, execution: _Execution, reason: str) -> None:
         for node in execution.nodes.values():
             node.cancelled = reason
+            node.given_up.set()
             # What runs on a thread cannot be stopped: it goes on under its deadline and its outcome is
             # dropped.
-            if node.task is not None and (node.stage != "running" or node.lane == "async"):
+            if node.task is not None and not node.gang and (node.stage != "running" or node.lane == "async"):
                 node.task.cancel()
 
     def _drop_attempt(self, execution: _Execution, node_id: str, reason: str) -> None:
@@ -426,6 +440,11 @@ async def _pass_on(call: Call) -> Bundle:
     parts: list[Bundle] = call.inputs[0]
     index = call.context.process_index
     return parts[index if len(parts) == call.context.process_count else 0]
+
+
+def _first_error(inputs: list[Any]) -> Exception | None:
+    """The first input of a gang's node that could not be had."""
+    return next((value for value in inputs if isinstance(value, Exception)), None)
 
 
 def _spans(call: Call) -> Iterator[common_pb2.Span]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from waypath.proto.codecs import Bundle
+from waypath.proto.errors import NotFoundError, WaypathError
 from waypath.proto.names import object_id
 from waypath.workers.puller import Fetch, ObjectPuller
 from waypath.workers.store import ObjectStore
@@ -83,6 +84,24 @@ class Inputs:
     async def local(self, names: Iterable[str]) -> list[Any]:
         """This worker's own parts of these objects, as soon as they are here; raises the error of one that failed."""
         return [await self._store.wait(self.object_id(name)) for name in names]
+
+    async def local_or_errors(self, names: Iterable[str], given_up: asyncio.Event) -> list[Any]:
+        """As `local`; instead of a part that will never be here, the error that says why. Waits no longer than until `given_up`."""
+        found: list[Any] = []
+        over = asyncio.ensure_future(given_up.wait())
+        try:
+            for name in names:
+                part = asyncio.ensure_future(self._store.wait(self.object_id(name)))
+                await asyncio.wait([part, over], return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    found.append(part.result() if part.done() else NotFoundError(f"{name} is not wanted any more"))
+                except WaypathError as error:
+                    found.append(error)
+                finally:
+                    part.cancel()
+            return found
+        finally:
+            over.cancel()
 
     async def get(self, producers: Iterable[str]) -> list[list[Bundle]]:
         """Per producer, the bundles of its workers; raises the first error that cannot be waited out."""

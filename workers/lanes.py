@@ -90,6 +90,7 @@ class Lanes:
     def __init__(self, jax_thread: JaxThread, host_threads: int = 4) -> None:
         self._jax = jax_thread
         self._host = concurrent.futures.ThreadPoolExecutor(host_threads, thread_name_prefix="host")
+        self._ready = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ready")
 
     async def run(self, lane: Lane, method: Callable[[Call], Any], call: Call) -> Any:
         """Run `method(call)` on `lane` and wait for it.
@@ -103,6 +104,14 @@ class Lanes:
             return await asyncio.wrap_future(self._jax.submit(lambda: method(call)))
         return await asyncio.wrap_future(self._host.submit(method, call))
 
+    async def ready(self, wait: Callable[[], None]) -> None:
+        """Blocks on a thread until what the JAX thread has enqueued is done; one after the other, in the order of the calls.
+
+        So what failed is told before what was computed from it.
+        """
+        await asyncio.wrap_future(self._ready.submit(wait))
+
     def close(self) -> None:
         """Take no more host work; threads that run are left to end."""
         self._host.shutdown(wait=False, cancel_futures=True)
+        self._ready.shutdown(wait=False, cancel_futures=True)

@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import NotFoundError
+from waypath.proto.errors import NotFoundError, WaypathError
 
 if TYPE_CHECKING:
     from waypath.proto.codecs import Bundle
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
+    "DivergedError",
     "Lane",
     "ServiceContext",
     "Span",
@@ -88,6 +89,17 @@ class JaxSubmit(Protocol):
     """Queue a callable on the JAX thread (first in, first out)."""
 
     def __call__(self, fn: Callable[[], T], /) -> concurrent.futures.Future[T]: ...
+
+
+class DivergedError(Exception):
+    """Work on the devices of several processes broke off in this one with `error`: its peers may wait in a collective for ever.
+
+    The process leaves after it has told of the error, and its world with it.
+    """
+
+    def __init__(self, error: WaypathError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _mailbox() -> Mailbox:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import grpc
 
-from waypath.controller.client.programs import Function, Programs, TracedProgram
+from waypath.controller.client.programs import FUNCTION_TIMEOUT_S, Function, Programs, TracedProgram
 from waypath.controller.client.refs import Ref, Slice
 from waypath.proto import channel as channels
 from waypath.proto import client_pb2 as pb
@@ -218,14 +218,15 @@ class Client:
         *,
         name: str = "",
         debug_nans: bool = False,
+        deadline_s: float = FUNCTION_TIMEOUT_S,
     ) -> Function:
         """A JAX function of trees of arrays, to be called on refs that lie on `slice`.
 
         `in_specs`: a `PartitionSpec` for all arguments, or a tuple with one entry an argument (a spec, or a tree of them); `out_specs`
         likewise for what it returns. `donate`: positions of arguments that a call consumes. With `debug_nans` a NaN in an output
-        is an error. It is traced here and exported as StableHLO at the first call with arguments of a kind.
+        is an error. A call that is not done `deadline_s` after its dispatch has failed. It is traced here and exported as StableHLO at the first call with arguments of a kind.
         """
-        return Function(self._programs, fun, slice, in_specs, out_specs, donate, name, debug_nans)
+        return Function(self._programs, fun, slice, in_specs, out_specs, donate, name, debug_nans, deadline_s)
 
     def put(self, value: Any, slice: Slice, spec: Any = None) -> Ref:
         """Brings a tree of arrays to a slice, split as `spec` says (None: whole on every device)."""

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 MAX_PROGRAM_BYTES = 7 << 20
 CHUNK_BYTES = 1 << 20
 PUT_TIMEOUT_S = 300.0
+FUNCTION_TIMEOUT_S = 1800.0
+"""A call's deadline counts from its dispatch and covers its compilation and what is ahead of it; a collective that its peers
+never enter ends with it.
+"""
 MAX_DROPPED = 64
 
 
@@ -277,7 +281,9 @@ class Function:
         donate: Sequence[int],
         name: str,
         debug_nans: bool,
+        deadline_s: float,
     ) -> None:
+        self._deadline_s = deadline_s
         self._programs = programs
         self._fun = fun
         self.slice = slice_
@@ -386,6 +392,7 @@ class Function:
             gives=[aval for aval, _ in exported.outputs],
             donates=self._donate,
             options={"debug_nans": True} if self._debug_nans else None,
+            deadline_s=self._deadline_s,
             name=self.name,
         )
 

@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from waypath.proto import worker_pb2 as pb
+from waypath.proto.codecs import dtype_of
 from waypath.proto.errors import GraphError, ProtocolError
 from waypath.proto.layout import Box, device_boxes
 from waypath.workers.store import ExposedTensor
 
-__all__ = ["DeviceObject", "Meshes", "build", "exposed", "local_boxes", "sharding_of"]
+__all__ = ["DeviceObject", "Meshes", "build", "exposed", "local_boxes", "sharding_of", "zeros"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,14 @@ def build(leaf: pb.Leaf, mesh: Mesh, parts: Mapping[int, Any]) -> Any:
         # A copy of jax's own: device_put may alias an aligned numpy buffer, and then cannot be donated.
         shards.append(jax.device_put(part, device, may_alias=False))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def zeros(leaf: pb.Leaf, mesh: Mesh) -> Any:
+    """A global array of zeros, in the place of one that cannot be had. On the JAX thread."""
+    sharding = sharding_of(leaf, mesh)
+    part = np.zeros(sharding.shard_shape(tuple(leaf.shape)), dtype_of(leaf.dtype))
+    shards = [jax.device_put(part, device, may_alias=False) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, shards)
 
 
 def exposed(held: DeviceObject) -> dict[str, ExposedTensor]:

@@ -4,6 +4,10 @@ A sequence is bound once per program and mesh into a flat list of operations on 
 Python call a step. A value is dropped as soon as its last reader ran. The calls only enqueue: whether the values can
 be had is asked later (`ready`), so that the next sequence is on its way meanwhile.
 
+On a slice of several processes a sequence runs in all of them or in none, or those that run it wait for the others in a
+collective for ever. So an input that cannot be had here, which a peer may have, is replaced by zeros, and the node fails
+afterwards; and a call that raises here alone ends this process (`DivergedError`), and its world with it.
+
 Must not know the wire or the store. Called by `service`, on the JAX thread.
 """
 
@@ -20,11 +24,12 @@ from jax.sharding import Mesh
 
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import load_json
-from waypath.proto.errors import NotFoundError, RemoteError, WaypathError
-from waypath.workers.functions.arrays import DeviceObject
+from waypath.proto.errors import FunctionError, NotFoundError, RemoteError, WaypathError
+from waypath.workers.functions.arrays import DeviceObject, zeros
 from waypath.workers.functions.library import Library
+from waypath.workers.service import DivergedError
 
-__all__ = ["BoundSequence", "digests_of"]
+__all__ = ["BoundSequence", "NanCheck", "digests_of", "ready"]
 
 Value = tuple[Any, ...]
 
@@ -74,6 +79,10 @@ class BoundSequence:
         # flight can starve each other for ever (XLA:CPU). One at a time, then.
         local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
         self._one_by_one = len(local) > 1 and local[0].platform == "cpu"
+        self._gang = len(local) < mesh.devices.size
+        self._mesh = mesh
+        self._takes = {name: step.takes[k] for step in node.steps for k, name in enumerate(step.inputs) if step.takes}
+        self._names = tuple(node.inputs)
         self._steps: list[_Step | _Select] = []
         for step in node.steps:
             gone = [s for s in dict.fromkeys(step.inputs) if last[s] == step.node_id and s not in exports]
@@ -102,24 +111,36 @@ class BoundSequence:
                 )
             )
 
-    def run(self, inputs: Sequence[DeviceObject], where: str) -> dict[str, DeviceObject]:
-        """Calls the steps on the inputs; returns the exports, which may still be computed.
+    def run(self, inputs: Sequence[Any], where: str) -> tuple[dict[str, DeviceObject], list[NanCheck]]:
+        """Calls the steps on the inputs; returns the exports, which may still be computed, and what `ready` has to look at.
 
-        `where` is "execution", worker for errors: RemoteError names the step, the function and the traceback.
+        `where` is "execution on worker", for errors. An input may be an exception: zeros take its place. RemoteError names
+        the step, the function and the traceback.
         """
         values: list[Value | None] = [None] * self._slots
-        for position, held in enumerate(inputs):
-            values[position] = held.leaves
+        for position, value in enumerate(inputs):
+            values[position] = self._leaves(value, self._names[position])
+        checks: list[NanCheck] = []
         for step in self._steps:
             if isinstance(step, _Select):
                 values[step.result] = values[step.source][step.index]  # type: ignore[index]
             else:
-                self._call(step, values, where)
+                self._call(step, values, where, checks)
             for slot in step.free:
                 values[slot] = None
-        return {name: DeviceObject.of(values[slot] or ()) for name, slot in self._exports}
+        return {name: DeviceObject.of(values[slot] or ()) for name, slot in self._exports}, checks
 
-    def _call(self, step: _Step, values: list[Value | None], where: str) -> None:
+    def _leaves(self, value: Any, name: str) -> Value:
+        """The arrays of an input. Raises what it is where it is an error, unless peers may wait for this process."""
+        if isinstance(value, DeviceObject):
+            return value.leaves
+        if isinstance(value, Exception) and self._gang:
+            return tuple(zeros(leaf, self._mesh) for leaf in self._takes[name].leaves)
+        if isinstance(value, Exception):
+            raise value
+        raise NotFoundError(f"input {name} holds no arrays on devices, but {type(value).__name__}")
+
+    def _call(self, step: _Step, values: list[Value | None], where: str, checks: list[NanCheck]) -> None:
         try:
             if len(step.arguments) == 1:
                 found = step.call(*values[step.arguments[0]])  # type: ignore[misc]
@@ -127,17 +148,19 @@ class BoundSequence:
                 found = step.call(*[leaf for slot in step.arguments for leaf in values[slot]])  # type: ignore[union-attr]
             if self._one_by_one:
                 jax.block_until_ready(found)
-            if step.debug_nans:
-                _check_nans(found)
             for slot in step.donated:
                 _check_donated(values[slot] or ())
         except Exception as error:
-            execution, _, worker = where.partition(" on ")
-            raise RemoteError(
+            # A failed collective may only tell that a peer is gone, which is then the cause to tell.
+            cls = RemoteError if isinstance(error, jax.errors.JaxRuntimeError) else FunctionError
+            failed = cls(
                 f"function {step.name!r}: {type(error).__name__}: {error}",
-                where=f"{execution}/{step.node_id} on {worker}",
+                where=_place(where, step.node_id),
                 remote_traceback="".join(traceback.format_exception(error)),
-            ) from None
+            )
+            raise (DivergedError(failed) if self._gang else failed) from None
+        if step.debug_nans:
+            checks += _nan_checks(found, step, _place(where, step.node_id))
         if step.split:
             parts, start = [], 0
             for count in step.split:
@@ -148,13 +171,37 @@ class BoundSequence:
             values[step.result] = tuple(found)
 
 
-def _check_nans(leaves: Sequence[Any]) -> None:
-    """FloatingPointError naming the output where one of this process's shards holds a NaN, as jax_debug_nans would."""
-    for index, leaf in enumerate(leaves):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            for shard in leaf.addressable_shards:
-                if bool(jnp.isnan(shard.data).any()):
-                    raise FloatingPointError(f"NaN in output {index}, {leaf.dtype.name}{list(leaf.shape)}")
+def _place(where: str, step: str) -> str:
+    execution, _, worker = where.partition(" on ")
+    return f"{execution}/{step} on {worker}"
+
+
+@dataclass(frozen=True, eq=False)
+class NanCheck:
+    """`found` is a bool on a device, true where one of this process's shards of an output holds a NaN."""
+
+    found: Any
+    what: str
+    where: str
+
+
+def _nan_checks(leaves: Sequence[Any], step: _Step, where: str) -> list[NanCheck]:
+    """Enqueues the look at every output, behind its computation and before anybody consumes it."""
+    return [
+        NanCheck(
+            _any_nan(shard.data),
+            f"function {step.name!r}: FloatingPointError: NaN in output {k}, {leaf.dtype.name}{list(leaf.shape)}",
+            where,
+        )
+        for k, leaf in enumerate(leaves)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for shard in leaf.addressable_shards
+    ]
+
+
+@jax.jit
+def _any_nan(array: Any) -> Any:
+    return jnp.isnan(array).any()
 
 
 def _check_donated(leaves: Sequence[Any]) -> None:
@@ -167,20 +214,20 @@ def _check_donated(leaves: Sequence[Any]) -> None:
             )
 
 
-def ready(exports: Mapping[str, DeviceObject], where: str) -> None:
-    """Blocks until the values are there; RemoteError where the computation failed."""
+def ready(exports: Mapping[str, DeviceObject], checks: Sequence[NanCheck], where: str) -> None:
+    """Blocks until the values are there. RemoteError where the computation failed, FunctionError where an output that is
+    checked has a NaN.
+    """
     try:
         jax.block_until_ready([held.leaves for held in exports.values()])
+        for check in checks:
+            if bool(check.found):
+                raise FunctionError(check.what, where=check.where)
+    except FunctionError:
+        raise
     except Exception as error:
         raise RemoteError(
             f"{type(error).__name__}: {error}",
             where=where,
             remote_traceback="".join(traceback.format_exception(error)),
         ) from None
-
-
-def held(value: Any, name: str) -> DeviceObject:
-    """The object of an input; NotFoundError where it is no device object."""
-    if not isinstance(value, DeviceObject):
-        raise NotFoundError(f"input {name} holds no arrays on devices, but {type(value).__name__}")
-    return value

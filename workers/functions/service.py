@@ -19,7 +19,7 @@ from waypath.proto.layout import Box
 from waypath.proto.names import object_id
 from waypath.workers.functions.arrays import DeviceObject, Meshes, build, local_boxes
 from waypath.workers.functions.library import Library
-from waypath.workers.functions.sequence import BoundSequence, digests_of, held, ready
+from waypath.workers.functions.sequence import BoundSequence, digests_of, ready
 from waypath.workers.functions.sources import copies
 from waypath.workers.service import Call, ServiceContext, method, service
 
@@ -55,10 +55,8 @@ class FunctionService:
             if len(self._bound) >= MAX_BOUND:
                 del self._bound[next(iter(self._bound))]
             self._bound[key] = bound
-        exports = bound.run(
-            [held(value, name) for value, name in zip(call.inputs, call.node.inputs, strict=True)], where
-        )
-        call.ready = partial(ready, exports, f"{call.execution_id}/{call.node_id} on {self._context.worker}")
+        exports, checks = bound.run(call.inputs, where)
+        call.ready = partial(ready, exports, checks, f"{call.execution_id}/{call.node_id} on {self._context.worker}")
         return exports
 
     @method(lane="async")
