@@ -171,7 +171,9 @@ class Admission:
         if install_id not in self._checked:
             loose = next((node for node in program.nodes if node.kind in STEP_KINDS), None)
             if loose is not None:
-                raise GraphError(f"a {loose.kind} outside a sequence", where=f"program {program.name}, node {loose.node_id}")
+                raise GraphError(
+                    f"a {loose.kind} outside a sequence", where=f"program {program.name}, node {loose.node_id}"
+                )
             check_specs(program, grants)
             self._checked[install_id] = None
             while len(self._checked) > KEPT_CHECKED:

@@ -9,7 +9,7 @@ Must not know: workers' liveness, placement, messages. Used by the scheduler and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -110,13 +110,14 @@ UNFINISHED = frozenset({TaskState.WAITING, TaskState.SENT})
 
 @dataclass(eq=False)
 class Task:
-    """One node of one execution. `workers` (process order) and `results` belong to the current attempt.
+    """One node of one execution; `position` is that in program order. `workers` (process order) and `results` belong to the current attempt.
 
     `reported` holds the results that the run loop was told, those of the first attempt that finished.
     """
 
     node: Node
     execution: Execution = field(repr=False)
+    position: int = 0
     state: TaskState = TaskState.WAITING
     attempt: int = 0
     workers: tuple[str, ...] = ()
@@ -199,13 +200,19 @@ class Execution:
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def __post_init__(self) -> None:
-        self.tasks = {node.node_id: Task(node, self) for node in self.program.nodes}
+        self.tasks = {node.node_id: Task(node, self, k) for k, node in enumerate(self.program.nodes)}
         self.waiting = dict(self.tasks)
         self.unfinished = len(self.tasks)
 
     @property
     def over(self) -> bool:
         return not EXECUTION_TRANSITIONS[self.state]
+
+    def in_order(self, node_ids: Collection[str]) -> list[Task]:
+        """These tasks in program order."""
+        if len(node_ids) == len(self.tasks):
+            return list(self.tasks.values())
+        return sorted((self.tasks[node_id] for node_id in node_ids), key=lambda task: task.position)
 
     def advance(self, trigger: ExecutionTrigger, cause: str) -> None:
         """Moves the execution; raises IllegalTransitionError where the table has no entry."""

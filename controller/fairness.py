@@ -76,7 +76,10 @@ class FairQueue:
         lines = self._lines[owner]
         if len(lines) == 1:
             return [next(iter(line)) for line in lines.values()]
-        return [head for _, head in sorted((number, head) for head, number in (next(iter(n.items())) for n in lines.values()))]
+        return [
+            head
+            for _, head in sorted((number, head) for head, number in (next(iter(n.items())) for n in lines.values()))
+        ]
 
     def admit(self, execution_id: str) -> None:
         """It goes: moves its owner's tags and the virtual time."""

@@ -101,6 +101,10 @@ class ObjectDirectory:
     def __len__(self) -> int:
         return len(self._objects)
 
+    def ids(self) -> list[str]:
+        """All object ids."""
+        return list(self._objects)
+
     def __contains__(self, oid: str) -> bool:
         return oid in self._objects
 
@@ -190,6 +194,11 @@ class ObjectDirectory:
         ref = self[oid]
         self._move(ref, ObjectEvent.LOST if ref.state is not ObjectState.RELEASED else ObjectEvent.WANTED)
         ref.parts.clear()
+
+    def outlive(self, oid: str) -> None:
+        """Its execution is over: from now on it is needed by others alone."""
+        ref = self[oid]
+        ref.needed_by = {key for key in ref.needed_by if "/" in key}
 
     def need(self, oid: str, consumer: str) -> None:
         """`consumer` will (again) read the object."""

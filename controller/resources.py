@@ -118,12 +118,15 @@ class Resources:
             self._places[worker] = self._places.get(worker, frozenset()) | {Slice(event.name)}
         return grant
 
-    def release(self, name: str, owner: str) -> None:
-        """Takes a virtual slice back. Raises NotFoundError where the owner has none of that name."""
-        grant = self.grants.get(name)
-        if grant is None or grant.owner != owner:
+    def check_owner(self, name: str, owner: str) -> None:
+        """Raises NotFoundError where the owner has no virtual slice of that name."""
+        if name not in self.grants or self.grants[name].owner != owner:
             raise NotFoundError(f"{owner} has no slice {name!r}")
-        del self.grants[name], self.slices[name]
+
+    def release(self, name: str) -> None:
+        """Takes a virtual slice back."""
+        grant = self.grants.pop(name)
+        del self.slices[name]
         for worker in grant.workers:
             left = self._places[worker] - {Slice(name)}
             if left:
