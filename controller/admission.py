@@ -33,16 +33,27 @@ KEPT_CHECKED = 4096
 
 
 @dataclass(frozen=True)
+class Donor:
+    """A node that consumes the parameters `params`. What it leaves takes `nbytes` on each device: the most that can be set off, for
+    what other nodes leave may be there before it runs.
+    """
+
+    place: str
+    params: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """`install_id` names the program on these very slices; `reach`: the workers that it could go to now. Of device memory,
-    slice → bytes on each device: `needs` what it leaves behind. `donated`: the parameters that it consumes.
+    slice → bytes on each device: `needs` what it leaves behind. `donors`: its nodes that consume parameters.
     """
 
     install_id: str
     grants: tuple[Grant, ...]
     reach: frozenset[str]
     needs: Mapping[str, int]
-    donated: tuple[str, ...]
+    donors: tuple[Donor, ...]
 
 
 class Admission:
@@ -91,14 +102,18 @@ class Admission:
         for grant in plan.grants:
             if not grant.memory_bytes:
                 continue
-            bound = {
-                bindings[name]: (device_bytes(param.aval, grant), name in plan.donated)
+            sizes = {
+                name: device_bytes(param.aval, grant)
                 for name, param in program.by_param.items()
                 if param.place.name == grant.name
             }
-            stays = sum(size for size, donated in bound.values() if not donated)
-            goes = sum(size for size, donated in bound.values() if donated)
-            total = stays + max(plan.needs.get(grant.name, 0), goes)
+            bound = {bindings[name]: size for name, size in sizes.items()}
+            set_off = sum(
+                min(donor.nbytes, sum(sizes[name] for name in donor.params))
+                for donor in plan.donors
+                if donor.place == grant.name
+            )
+            total = sum(bound.values()) + plan.needs.get(grant.name, 0) - set_off
             if total > grant.memory_bytes:
                 raise GraphError(
                     f"needs {total:,} bytes on each device of slice {grant.name}, which has {grant.memory_bytes:,}",
@@ -178,23 +193,29 @@ class Admission:
             self._checked[install_id] = None
             while len(self._checked) > KEPT_CHECKED:
                 del self._checked[next(iter(self._checked))]
-        donated = dict.fromkeys(node.inputs[k] for node in program.nodes for k in node.donates)
+        donors: list[Donor] = []
+        for node in program.nodes:
+            params = tuple(name for k in node.donates if (name := node.inputs[k]) in program.by_param)
+            if params:
+                grant = grants.get(node.place.name)
+                left = sum(device_bytes(program.aval_of(name), grant) for name in node.objects) if grant else 0
+                donors.append(Donor(node.place.name, params, left))
         return Plan(
             install_id,
             mine,
             frozenset(reach(program, self._resources)),
             footprint(program, grants) if any(grant.memory_bytes for grant in mine) else {},
-            tuple(name for name in donated if name in program.by_param),
+            tuple(donors),
         )
 
     def _needs(self, execution: Execution, plan: Plan) -> Mapping[str, int]:
         """What has to be reserved: what it consumes is set off against what it leaves."""
-        if not plan.needs or not plan.donated:
+        if not plan.needs or not plan.donors:
             return plan.needs
         needs = dict(plan.needs)
-        for name in plan.donated:
-            for place, share in self._memory.share(execution.bindings[name]).items():
-                needs[place] = max(0, needs.get(place, 0) - share)
+        for donor in plan.donors:
+            shares = (self._memory.share(execution.bindings[name]).get(donor.place, 0) for name in donor.params)
+            needs[donor.place] = needs.get(donor.place, 0) - min(donor.nbytes, sum(shares))
         return needs
 
     def _waits_for_objects(self, execution: Execution, plan: Plan) -> bool:
@@ -202,12 +223,13 @@ class Admission:
 
         The latter may need memory that this one would hold.
         """
-        for oid in execution.bindings.values():
-            if not self._objects[oid].workers:
+        for name, oid in execution.bindings.items():
+            if execution.program.consumers[name] and not self._objects[oid].workers:
                 return True
-        for name in plan.donated:
-            for key in self._objects[execution.bindings[name]].needed_by:
-                reader = key.rpartition("/")[0]
-                if reader != execution.execution_id and reader in self.queue:
-                    return True
+        for donor in plan.donors:
+            for name in donor.params:
+                for key in self._objects[execution.bindings[name]].needed_by:
+                    reader = key.rpartition("/")[0]
+                    if reader != execution.execution_id and reader in self.queue:
+                        return True
         return False

@@ -89,9 +89,10 @@ def must_wait(
     """
     ids = _ids(task)
     for position in task.node.donates:
-        for key in objects[ids[position]].needed_by:
+        oid = ids[position]
+        for key in objects[oid].needed_by:
             execution_id, _, node_id = key.rpartition("/")
-            execution = find(execution_id) if execution_id else task.execution
+            execution = find(execution_id or oid.rpartition("/")[0])
             other = None if execution is None else execution.tasks.get(node_id)
             if other is task or other is None or not other.unfinished:
                 continue

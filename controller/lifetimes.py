@@ -91,7 +91,7 @@ class Lifetimes:
         consumed, spared = bindings.unbind(execution, self._objects)
         for oid, full_id in consumed:
             self._consume(oid, execution, full_id)
-        self.free(*(oid for oid in spared if oid in self._objects))
+        self.free(*spared)
         if self._memory.free(execution_id):
             self._more_room()
         for name in execution.program.producers:
@@ -107,9 +107,11 @@ class Lifetimes:
                 self.poison(oid, error)
 
     def free(self, *oids: str) -> None:
-        """Frees those of these objects that nobody keeps or reads, on every worker."""
+        """Frees those of these objects that nobody keeps or reads, on every worker; unknown ones are free already."""
         freed: dict[tuple[str, str], list[str]] = {}
         for oid in oids:
+            if oid not in self._objects:
+                continue
             ref = self._objects[oid]
             if ref.kept or ref.needed_by or ref.state is ObjectState.PENDING:
                 continue

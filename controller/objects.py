@@ -157,6 +157,11 @@ class ObjectDirectory:
         refs = (self._objects[oid] for oids in self._outputs.values() for oid in oids)
         return [ref for ref in refs if worker in ref.workers and ref.state is not ObjectState.POISONED]
 
+    def outputs_of(self, execution_id: str) -> tuple[str, ...]:
+        """Names of the outputs of an execution that are there still. Walks all outputs: for late events."""
+        ids = (oid.rpartition("/") for oids in self._outputs.values() for oid in oids)
+        return tuple(name for execution, _, name in ids if execution == execution_id)
+
     def on(self, place: Place) -> list[str]:
         """Ids of the outputs that lie on a place. Walks all outputs."""
         return [oid for oids in self._outputs.values() for oid in oids if self._objects[oid].place == place]

@@ -258,7 +258,7 @@ class Scheduler:
         self._drop(event, found)
         is_over = execution is None or execution.over
         if is_over and isinstance(event, c.NodeFinished):
-            self._release(event.worker, event.execution_id)
+            self._release(event.worker, event.execution_id, kept=self.objects.outputs_of(event.execution_id))
         return None
 
     def _drop(self, event: c.Event, why: str) -> None:

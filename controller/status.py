@@ -87,7 +87,10 @@ def _place(scheduler: Scheduler, task: Task) -> str:
     place = task.node.place
     if isinstance(place, Pool):
         return f"a ready member of pool {place.name}"
-    return f"{_listed(list(scheduler.resources.missing(place.name)))} of slice {place.name}"
+    missing = scheduler.resources.missing(place.name)
+    if not missing:
+        return "others that read what it consumes"
+    return f"{_listed(list(missing))} of slice {place.name}"
 
 
 def _sent(task: Task) -> str:
