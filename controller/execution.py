@@ -26,6 +26,8 @@ HISTORY = 256
 class TaskState(Enum):
     """Where a node of an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     WAITING = "waiting"
     SENT = "sent"
     FINISHED = "finished"
@@ -37,6 +39,8 @@ class TaskState(Enum):
 
 class TaskTrigger(Enum):
     """What moves a task."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     PLACED = "placed"
     FINISHED = "finished"
@@ -73,6 +77,8 @@ TASK_TRANSITIONS: dict[TaskState, dict[TaskTrigger, TaskState]] = {
 class ExecutionState(Enum):
     """Where an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
@@ -82,6 +88,8 @@ class ExecutionState(Enum):
 
 class ExecutionTrigger(Enum):
     """What moves an execution."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     ADMITTED = "admitted"
     DONE = "done"
@@ -105,6 +113,7 @@ EXECUTION_TRANSITIONS: dict[ExecutionState, dict[ExecutionTrigger, ExecutionStat
     ExecutionState.CANCELLED: {},
 }
 
+_NAMES = {state: state.value for state in TaskState}
 UNFINISHED = frozenset({TaskState.WAITING, TaskState.SENT})
 
 
@@ -172,7 +181,7 @@ class Task:
             raise self.execution.illegal(
                 f"node {self.node_id} is {self.state.value}, cannot be {trigger.value} ({cause})"
             )
-        note = f"{cause}: {self.node_id}#{self.attempt} {self.state.value} → {target.value}"
+        note = f"{cause}: {self.node_id}#{self.attempt} {_NAMES[self.state]} → {_NAMES[target]}"
         self.execution.history.append(f"{note} ({detail})" if detail else note)
         execution = self.execution
         if target is TaskState.WAITING:

@@ -29,6 +29,8 @@ MAX_TOMBSTONES = 10_000
 class ObjectState(Enum):
     """Where an object is in its life."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     PENDING = "pending"
     HELD = "held"
     RELEASED = "released"
@@ -37,6 +39,8 @@ class ObjectState(Enum):
 
 class ObjectEvent(Enum):
     """What happens to an object."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     COMPUTED = "computed"
     LOST = "lost"

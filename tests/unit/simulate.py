@@ -130,7 +130,8 @@ class Simulation:
         self.values: dict[str, tuple[str, str, Aval]] = {}
         self.deleted: set[str] = set()
         self.consumed: dict[str, str] = {}
-        self.refused = 0
+        self.closed: list[tuple[str, Program]] = []
+        self.installed: dict[tuple[str, str, str], c.InstallProgram] = {}
         self._numbers = 0
 
     def run(self, actions: int = 90) -> None:
@@ -174,7 +175,7 @@ class Simulation:
             self.open_client: 0.7,
             self.close_client: 0.7,
             self.request: 1,
-            self.release: 0.4,
+            self.release: 0.8,
         }
         self.rng.choices(list(actions), list(actions.values()))[0]()
 
@@ -284,7 +285,11 @@ class Simulation:
         if self.rng.random() < 0.05 and self.values:
             bound.append(self.rng.choice(list(self.values)))
         bindings = {f"p{k}": oid for k, oid in enumerate(bound)}
-        program = self.program(mine, bindings)
+        again = [p for who, p in self.closed if who == owner and set(p.slices) <= set(mine)]
+        program = self.rng.choice(again) if again and self.rng.random() < 0.3 else self.program(mine, bindings)
+        if not program.params:
+            bindings = {}
+            self.closed.append((owner, program))
         execution_id = f"e{self.number()}"
         if self.feed(c.ExecutionSubmitted(execution_id, program, {}, owner, bindings)):
             for name in program.outputs:
@@ -437,7 +442,6 @@ class Simulation:
         except REFUSALS as error:
             assert isinstance(event, c.ExecutionSubmitted | c.SliceRequested), f"refused: {event}: {error}"
             self.say(f"  refused: {error}")
-            self.refused += 1
             if isinstance(event, c.ExecutionSubmitted):
                 assert before == (
                     len(self.scheduler.objects),
@@ -454,10 +458,17 @@ class Simulation:
                 self.over(command)
             elif isinstance(command, c.WorkerCommand):
                 assert command.worker in self.scheduler.resources.live, "sent to a worker that is known to be gone"
-                if command.worker in self.workers:
-                    live = self.scheduler.resources.live[command.worker]
-                    if live.incarnation == self.workers[command.worker].incarnation:
-                        self.workers[command.worker].inbox.append(command)
+                live = self.scheduler.resources.live[command.worker]
+                if isinstance(command, c.InstallProgram):
+                    self.installed[command.worker, live.incarnation, command.program_id] = command
+                elif isinstance(command, c.Execute):
+                    for grant in self.installed[command.worker, live.incarnation, command.program_id].slices:
+                        assert grant == self.scheduler.resources.grants[grant.name], (
+                            "it knows another slice of that name"
+                        )
+                worker = self.workers.get(command.worker)
+                if worker is not None and live.incarnation == worker.incarnation:
+                    worker.inbox.append(command)
         self.check()
         return True
 
