@@ -30,7 +30,8 @@ DeviceId = tuple[str, int]
 @dataclass(frozen=True)
 class Grant:
     """A virtual slice: `devices` in mesh order (row-major over `axes` × `sizes`), `workers` in process order, and the index of
-    each of them in its world.
+    each of them in its world. `memory_bytes`: what every device has, 0 where that is not known. `serial` tells it from others that
+    had the name before.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Grant:
     world: str
     platform: str
     exclusive: bool = False
+    memory_bytes: int = 0
+    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Host:
     process_count: int
     platform: str
     devices: tuple[int, ...]
+    memory_bytes: int = 0
 
 
 def allocate(request: SliceRequested, hosts: Iterable[Host], grants: Mapping[str, Grant]) -> Grant:
@@ -146,6 +150,7 @@ def _grant(request: SliceRequested, devices: tuple[DeviceId, ...], hosts: Sequen
         hosts[0].world,
         hosts[0].platform,
         request.exclusive,
+        min(host.memory_bytes for host in hosts),
     )
 
 

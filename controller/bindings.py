@@ -9,7 +9,7 @@ Must not know: workers, messages. Called by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from waypath.controller.checks import described
 from waypath.controller.execution import Execution, Task, TaskState
@@ -57,42 +57,48 @@ def bind(execution: Execution, objects: ObjectDirectory) -> None:
                 objects[bound].donated_to = f"{execution.execution_id}/{node.node_id}"
 
 
-def unbind(execution: Execution, objects: ObjectDirectory) -> list[str]:
-    """The execution is over: it reads nothing any more. What a node of it that was sent was to consume is consumed, what it
-    never got to is as it was. Returns the objects that it was bound to.
+def unbind(execution: Execution, objects: ObjectDirectory) -> tuple[list[tuple[str, str]], list[str]]:
+    """The execution is over: it reads nothing any more. Returns what its nodes have consumed, with the node, and the others.
+
+    A node that was sent may have consumed its input, whatever became of it; what one never got to is as it was.
     """
-    for task in execution.tasks.values():
+    consumed: dict[str, str] = {}
+    for task in execution.tasks.values() if execution.bindings else ():
         for position in task.node.donates:
             bound = execution.bindings.get(task.node.inputs[position])
             if bound is None or bound not in objects or objects[bound].donated_to != task.full_id:
                 continue
             if task.workers:
-                objects.let_go(bound, f"was donated to {task.full_id}")
+                consumed[bound] = task.full_id
             else:
                 objects[bound].donated_to = ""
     for name, oid in execution.bindings.items():
         for node_id in execution.program.consumers[name]:
             if oid in objects:
                 objects.consumed(oid, f"{execution.execution_id}/{node_id}")
-    return list(execution.bindings.values())
+    return list(consumed.items()), [oid for oid in execution.bindings.values() if oid not in consumed]
 
 
-def must_wait(task: Task, objects: ObjectDirectory, find: Mapping[str, Execution]) -> bool:
+def must_wait(
+    task: Task, back: Collection[str], objects: ObjectDirectory, find: Callable[[str], Execution | None]
+) -> bool:
     """Has a node that consumes an object to wait for others that read it?
 
-    Sequences of the same slice that were sent before run before it, by the order of the slice's lane. Whoever reads at a
-    pace of its own, or was not sent yet, comes first.
+    Sequences of the same slice that are sent before run before it, by the order of the slice's lane. Whoever reads at a
+    pace of its own, or is not sent yet, comes first. `back`: the nodes of the same execution that are not going out now.
     """
+    ids = _ids(task)
     for position in task.node.donates:
-        oid = dict(zip(task.node.inputs, _ids(task), strict=True))[task.node.inputs[position]]
+        oid = ids[position]
         for key in objects[oid].needed_by:
             execution_id, _, node_id = key.rpartition("/")
-            execution = find.get(execution_id) if execution_id else task.execution
+            execution = find(execution_id or oid.rpartition("/")[0])
             other = None if execution is None else execution.tasks.get(node_id)
             if other is task or other is None or not other.unfinished:
                 continue
             in_order = other.node.kind == "sequence" and other.node.place == task.node.place
-            if not in_order or (other.state is not TaskState.SENT and execution is not task.execution):
+            goes_now = execution is task.execution and node_id not in back
+            if not in_order or not (other.state is TaskState.SENT or goes_now):
                 return True
     return False
 

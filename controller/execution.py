@@ -9,7 +9,7 @@ Must not know: workers' liveness, placement, messages. Used by the scheduler and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -26,6 +26,8 @@ HISTORY = 256
 class TaskState(Enum):
     """Where a node of an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     WAITING = "waiting"
     SENT = "sent"
     FINISHED = "finished"
@@ -37,6 +39,8 @@ class TaskState(Enum):
 
 class TaskTrigger(Enum):
     """What moves a task."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     PLACED = "placed"
     FINISHED = "finished"
@@ -73,6 +77,8 @@ TASK_TRANSITIONS: dict[TaskState, dict[TaskTrigger, TaskState]] = {
 class ExecutionState(Enum):
     """Where an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
@@ -82,6 +88,8 @@ class ExecutionState(Enum):
 
 class ExecutionTrigger(Enum):
     """What moves an execution."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     ADMITTED = "admitted"
     DONE = "done"
@@ -105,18 +113,20 @@ EXECUTION_TRANSITIONS: dict[ExecutionState, dict[ExecutionTrigger, ExecutionStat
     ExecutionState.CANCELLED: {},
 }
 
+_NAMES = {state: state.value for state in TaskState}
 UNFINISHED = frozenset({TaskState.WAITING, TaskState.SENT})
 
 
 @dataclass(eq=False)
 class Task:
-    """One node of one execution. `workers` (process order) and `results` belong to the current attempt.
+    """One node of one execution; `position` is that in program order. `workers` (process order) and `results` belong to the current attempt.
 
     `reported` holds the results that the run loop was told, those of the first attempt that finished.
     """
 
     node: Node
     execution: Execution = field(repr=False)
+    position: int = 0
     state: TaskState = TaskState.WAITING
     attempt: int = 0
     workers: tuple[str, ...] = ()
@@ -171,7 +181,7 @@ class Task:
             raise self.execution.illegal(
                 f"node {self.node_id} is {self.state.value}, cannot be {trigger.value} ({cause})"
             )
-        note = f"{cause}: {self.node_id}#{self.attempt} {self.state.value} → {target.value}"
+        note = f"{cause}: {self.node_id}#{self.attempt} {_NAMES[self.state]} → {_NAMES[target]}"
         self.execution.history.append(f"{note} ({detail})" if detail else note)
         execution = self.execution
         if target is TaskState.WAITING:
@@ -199,13 +209,19 @@ class Execution:
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def __post_init__(self) -> None:
-        self.tasks = {node.node_id: Task(node, self) for node in self.program.nodes}
+        self.tasks = {node.node_id: Task(node, self, k) for k, node in enumerate(self.program.nodes)}
         self.waiting = dict(self.tasks)
         self.unfinished = len(self.tasks)
 
     @property
     def over(self) -> bool:
         return not EXECUTION_TRANSITIONS[self.state]
+
+    def in_order(self, node_ids: Collection[str]) -> list[Task]:
+        """These tasks in program order."""
+        if len(node_ids) == len(self.tasks):
+            return list(self.tasks.values())
+        return sorted((self.tasks[node_id] for node_id in node_ids), key=lambda task: task.position)
 
     def advance(self, trigger: ExecutionTrigger, cause: str) -> None:
         """Moves the execution; raises IllegalTransitionError where the table has no entry."""

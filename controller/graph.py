@@ -135,8 +135,28 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of the content; equal programs have equal digests, in whatever process they were built."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        hashed = hashlib.sha256()
+        avals: dict[Aval, str] = {}
+
+        def add(*parts: Any) -> None:
+            hashed.update(json.dumps(parts).encode() + b"\n")
+
+        def text(aval: Aval) -> str:
+            if aval not in avals:
+                avals[aval] = json.dumps([leaf.to_json() for leaf in aval])
+            return avals[aval]
+
+        add(self.name, self.outputs)
+        for param in self.params:
+            add(param.name, param.place.name, text(param.aval))
+        for node in self.nodes:
+            add(
+                (node.node_id, node.kind, node.service, node.method, str(node.place), node.inputs, node.options_json),
+                (node.deadline_s, node.on_worker_lost, node.donates),
+                [text(aval) for aval in node.takes],
+                [text(aval) for aval in node.gives],
+            )
+        return hashed.hexdigest()
 
     @property
     def program_id(self) -> str:
@@ -223,7 +243,8 @@ class Program:
             outputs = tuple(str(name) for name in value.get("outputs", ()))
         except (TypeError, ValueError) as error:
             raise GraphError(f"malformed params or outputs: {error}", where=f"program {name}") from None
-        return cls(name, tuple(Node.from_json(node) for node in nodes), params, outputs)
+        known: dict[str, Aval] = {}
+        return cls(name, tuple(Node.from_json(node, known) for node in nodes), params, outputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

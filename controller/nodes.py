@@ -141,9 +141,13 @@ class Node:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Node:
-        """Reads the JSON form; raises GraphError naming the node and the key that is wrong."""
+    def from_json(cls, value: Mapping[str, Any], known: dict[str, Aval] | None = None) -> Node:
+        """Reads the JSON form; raises GraphError naming the node and the key that is wrong.
+
+        `known` holds the avals of the nodes before, by their text: those of a long program are few.
+        """
         name = str(value.get("node_id", "?"))
+        known = {} if known is None else known
         try:
             place: Place = Slice(str(value["slice"])) if "slice" in value else Pool(str(value["pool"]))
             return cls(
@@ -157,8 +161,8 @@ class Node:
                 deadline_s=float(value.get("deadline_s", 0.0)),
                 on_worker_lost=str(value.get("on_worker_lost", "fail")),
                 donates=tuple(int(i) for i in value.get("donates", ())),
-                takes=_avals(value.get("takes", ())),
-                gives=_avals(value.get("gives", ())),
+                takes=_avals(value.get("takes", ()), known),
+                gives=_avals(value.get("gives", ()), known),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"malformed node: {type(error).__name__}: {error}", where=f"node {name}") from None
@@ -177,8 +181,15 @@ def _avals_json(avals: tuple[Aval, ...]) -> list[list[list[Any]]]:
     return [[leaf.to_json() for leaf in aval] for aval in avals]
 
 
-def _avals(value: Iterable[Iterable[Sequence[Any]]]) -> tuple[Aval, ...]:
-    return tuple(tuple(Leaf.from_json(leaf) for leaf in aval) for aval in value)
+def _avals(value: Iterable[Iterable[Sequence[Any]]], known: dict[str, Aval]) -> tuple[Aval, ...]:
+    found: list[Aval] = []
+    for item in value:
+        text = repr(item)
+        aval = known.get(text)
+        if aval is None:
+            aval = known[text] = tuple(Leaf.from_json(leaf) for leaf in item)
+        found.append(aval)
+    return tuple(found)
 
 
 def dump_options(node_id: str, options: object) -> str:

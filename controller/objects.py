@@ -29,6 +29,8 @@ MAX_TOMBSTONES = 10_000
 class ObjectState(Enum):
     """Where an object is in its life."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     PENDING = "pending"
     HELD = "held"
     RELEASED = "released"
@@ -37,6 +39,8 @@ class ObjectState(Enum):
 
 class ObjectEvent(Enum):
     """What happens to an object."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     COMPUTED = "computed"
     LOST = "lost"
@@ -157,6 +161,11 @@ class ObjectDirectory:
         refs = (self._objects[oid] for oids in self._outputs.values() for oid in oids)
         return [ref for ref in refs if worker in ref.workers and ref.state is not ObjectState.POISONED]
 
+    def outputs_of(self, execution_id: str) -> tuple[str, ...]:
+        """Names of the outputs of an execution that are there still. Walks all outputs: for late events."""
+        ids = (oid.rpartition("/") for oids in self._outputs.values() for oid in oids)
+        return tuple(name for execution, _, name in ids if execution == execution_id)
+
     def on(self, place: Place) -> list[str]:
         """Ids of the outputs that lie on a place. Walks all outputs."""
         return [oid for oids in self._outputs.values() for oid in oids if self._objects[oid].place == place]
@@ -194,6 +203,11 @@ class ObjectDirectory:
         ref = self[oid]
         self._move(ref, ObjectEvent.LOST if ref.state is not ObjectState.RELEASED else ObjectEvent.WANTED)
         ref.parts.clear()
+
+    def outlive(self, oid: str) -> None:
+        """Its execution is over: from now on it is needed by others alone."""
+        ref = self[oid]
+        ref.needed_by = {key for key in ref.needed_by if "/" in key}
 
     def need(self, oid: str, consumer: str) -> None:
         """`consumer` will (again) read the object."""

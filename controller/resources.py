@@ -10,7 +10,7 @@ Must not know: programs, executions, sockets. Called by the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from waypath.controller.allocation import Grant, Host, allocate
 from waypath.controller.commands import Device, SliceRequested, WorkerJoined
@@ -36,10 +36,13 @@ class Resources:
 
     `slices`: name → its workers, in process order. `pools`: name → the slices that may be members, in order of
     preference. Raises ConfigError on an empty slice, a worker twice in one slice, or a pool of unknown slices. `grants`: the
-    virtual slices among `slices`, which come and go with those who asked for them.
+    virtual slices among `slices`, which come and go with those who asked for them. `device_bytes` is how much of a device's memory
+    objects may take; 0: as much as the device says it has.
     """
 
-    def __init__(self, slices: Mapping[str, Sequence[str]], pools: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, slices: Mapping[str, Sequence[str]], pools: Mapping[str, Sequence[str]], *, device_bytes: int = 0
+    ) -> None:
         self.slices = {name: tuple(workers) for name, workers in slices.items()}
         self.pools = {name: tuple(members) for name, members in pools.items()}
         self.grants: dict[str, Grant] = {}
@@ -47,6 +50,8 @@ class Resources:
         self._worlds: dict[str, dict[str, LiveWorker]] = {}
         self._ready: dict[str, set[str]] = {pool: set() for pool in pools}
         self._places: dict[str, frozenset[Place]] = {}
+        self._device_bytes = device_bytes
+        self._serial = 0
         for name, workers in self.slices.items():
             if not workers or len(set(workers)) < len(workers):
                 raise ConfigError(f"slice {name!r}: expected one or more different workers, found {list(workers)}")
@@ -104,23 +109,24 @@ class Resources:
         """Gives a virtual slice. Raises ConfigError where the name is taken or it cannot be placed; nothing is changed then."""
         if not event.name or event.name in self.slices:
             raise ConfigError(f"slice {event.name!r}: the name is taken or empty")
-        hosts = (
-            Host(w.name, w.world, w.process_index, w.process_count, w.platform, tuple(d.local_id for d in w.devices))
-            for w in self.live.values()
-            if w.devices
-        )
-        grant = self.grants[event.name] = allocate(event, hosts, self.grants)
+        hosts = [self._host(worker) for worker in self.live.values() if worker.devices]
+        grant = allocate(event, hosts, self.grants)
+        self._serial += 1
+        grant = self.grants[event.name] = replace(grant, serial=self._serial)
         self.slices[event.name] = grant.workers
         for worker in grant.workers:
             self._places[worker] = self._places.get(worker, frozenset()) | {Slice(event.name)}
         return grant
 
-    def release(self, name: str, owner: str) -> None:
-        """Takes a virtual slice back. Raises NotFoundError where the owner has none of that name."""
-        grant = self.grants.get(name)
-        if grant is None or grant.owner != owner:
+    def check_owner(self, name: str, owner: str) -> None:
+        """Raises NotFoundError where the owner has no virtual slice of that name."""
+        if name not in self.grants or self.grants[name].owner != owner:
             raise NotFoundError(f"{owner} has no slice {name!r}")
-        del self.grants[name], self.slices[name]
+
+    def release(self, name: str) -> None:
+        """Takes a virtual slice back."""
+        grant = self.grants.pop(name)
+        del self.slices[name]
         for worker in grant.workers:
             left = self._places[worker] - {Slice(name)}
             if left:
@@ -171,6 +177,17 @@ class Resources:
         """The other live workers of a live worker's world."""
         return tuple(name for name in self._worlds[self.live[worker].world] if name != worker)
 
+    def _host(self, worker: LiveWorker) -> Host:
+        return Host(
+            worker.name,
+            worker.world,
+            worker.process_index,
+            worker.process_count,
+            worker.platform,
+            tuple(device.local_id for device in worker.devices),
+            self._device_bytes or min(device.memory_bytes for device in worker.devices),
+        )
+
     def _check_member(self, pool: str, member: str) -> None:
         if pool not in self.pools:
             raise NotFoundError(f"no pool {pool!r}; this cluster has {sorted(self.pools)}")
@@ -201,6 +218,9 @@ class Resources:
             if not isinstance(place, Slice):
                 continue
             name, workers = place.name, self.slices[place.name]
+            grant = self.grants.get(name)
+            if grant is not None:
+                self._check_return(event, grant, where)
             if len(workers) > event.process_count:
                 raise ConfigError(
                     f"slice {name!r} has {len(workers)} workers, world {world!r} only {event.process_count} processes",
@@ -214,3 +234,15 @@ class Resources:
                         f"{event.worker} in {world!r}",
                         where=where,
                     )
+
+    def _check_return(self, event: WorkerJoined, grant: Grant, where: str) -> None:
+        """Raises ConfigError where a worker comes back to a virtual slice as another than it was."""
+        found = (event.world or event.worker, event.process_index)
+        expected = (grant.world, grant.indices[grant.workers.index(event.worker)])
+        lacking = {local for name, local in grant.devices if name == event.worker} - {d.local_id for d in event.devices}
+        if found != expected or lacking:
+            raise ConfigError(
+                f"slice {grant.name!r} of {grant.owner} expects it as process {expected[1]} of world {expected[0]!r}, found "
+                f"process {found[1]} of {found[0]!r}, without the devices {sorted(lacking)}",
+                where=where,
+            )

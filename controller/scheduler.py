@@ -27,38 +27,30 @@ Must not know: sockets, time, protobuf, jax. Called by the server, from one thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from waypath.controller import bindings
 from waypath.controller import commands as c
+from waypath.controller.admission import MAX_QUEUED, Admission
 from waypath.controller.credits import Credits
-from waypath.controller.dispatch import execute, relocations
+from waypath.controller.dispatch import Dispatcher
 from waypath.controller.execution import Execution, ExecutionTrigger, Task, TaskState, TaskTrigger
-from waypath.controller.fairness import FairQueue
-from waypath.controller.graph import Place, Program, Slice
+from waypath.controller.graph import Program, Slice
 from waypath.controller.intake import judge
-from waypath.controller.objects import ObjectDirectory, ObjectState
-from waypath.controller.placement import blockers, place, reach
+from waypath.controller.lifetimes import Lifetimes
+from waypath.controller.memory import Memory
+from waypath.controller.objects import ObjectDirectory
+from waypath.controller.placement import place
 from waypath.controller.recovery import decide
 from waypath.controller.resources import Resources
-from waypath.controller.specs import check_specs
 from waypath.controller.status import describe
-from waypath.proto.errors import (
-    CancelledError,
-    GraphError,
-    IllegalTransitionError,
-    LocalError,
-    WaypathError,
-    WorkerLostError,
-)
-from waypath.proto.names import object_id
+from waypath.proto.errors import CancelledError, IllegalTransitionError, LocalError, WaypathError, WorkerLostError
 
-MAX_QUEUED = 256
-LOOK_AHEAD = 16
+__all__ = ["KEPT_OVER", "MAX_QUEUED", "Scheduler"]
+
 KEPT_OVER = 256
 KEPT_DROPPED = 1024
-KEPT_CHECKED = 4096
 
 
 class Scheduler:
@@ -70,27 +62,28 @@ class Scheduler:
         self.resources = resources
         self.credits = Credits(max_in_flight)
         self.objects = ObjectDirectory()
+        self.memory = Memory()
         self.running: dict[str, Execution] = {}
-        self.queue: dict[str, Execution] = {}
-        self.turns = FairQueue()
+        self.unplaced: dict[str, Execution] = {}
+        self.admission = Admission(resources, self.credits, self.objects, self.memory, self.running)
+        self.queue = self.admission.queue
         self.over: dict[str, Execution] = {}
         self.acknowledged: dict[str, int] = {}
         self.dropped: deque[tuple[c.Event, str]] = deque(maxlen=KEPT_DROPPED)
-        self._installed: dict[str, set[str]] = {}
-        self._checked: dict[tuple[Any, ...], None] = {}
-        self._gang: dict[str, int] = {}
+        self._dispatcher = Dispatcher(resources, self.objects)
+        self._lifetimes = Lifetimes(
+            self.objects, self.memory, resources.grants, self.running, self._release, self._more_room
+        )
         self._events = 0
         self._room = False
-        self._held_back = 0
-        self._doomed: deque[tuple[str, WaypathError]] = deque()
         self._out: list[c.Command] = []
         self._cause = ""
 
     def handle(self, event: c.Event) -> list[c.Command]:
         """Applies one event. Returns the commands in the order in which they are to be sent.
 
-        Raises IllegalTransitionError on an event that cannot be; GraphError, ConfigError or NameTakenError where a
-        submission or a registration is refused: executions, objects, workers and credits are then as they were.
+        Raises IllegalTransitionError on an event that cannot be; GraphError, NotFoundError, ConfigError, LocalError or
+        NameTakenError where a request is refused: executions, objects, workers and credits are then as they were.
         """
         handler = _HANDLERS.get(type(event))
         if handler is None:
@@ -99,9 +92,9 @@ class Scheduler:
         self._cause = event.event_id or f"event {self._events}"
         self._out = []
         handler(self, event)
-        while self._doomed or self._room:
-            while self._doomed:
-                self._fail_bound(*self._doomed.popleft())
+        while self._lifetimes.doomed or self._room:
+            while self._lifetimes.doomed:  # first: what cannot have its objects is not sent
+                self._fail_bound(*self._lifetimes.doomed.popleft())
             self._pump()
         return self._out
 
@@ -109,10 +102,10 @@ class Scheduler:
 
     def _worker_joined(self, event: c.WorkerJoined) -> None:
         if self.resources.join(event):
-            self._installed[event.worker] = set()
+            self._dispatcher.joined(event.worker)
             self.credits.open(event.worker)
             self.acknowledged[event.worker] = 0
-            self._room = True
+            self._cluster_changed()
 
     def _worker_lost(self, event: c.WorkerLost) -> None:
         live = self.resources.live.get(event.worker)
@@ -122,39 +115,55 @@ class Scheduler:
             self._out.append(c.AbortWorld(peer, f"worker {event.worker} is lost: {event.cause}", cause=self._cause))
         self.resources.lose(event.worker)
         self.credits.close(event.worker)
-        del self._installed[event.worker]
+        self._dispatcher.lost(event.worker)
         del self.acknowledged[event.worker]
+        self._cluster_changed()
         for execution in list(self.running.values()):
             self._recover(execution, event)
         for ref in self.objects.outputs_on(event.worker):
             execution_id, _, name = ref.object_id.rpartition("/")
             if execution_id not in self.running:
                 cause = f"worker {event.worker} was lost ({event.cause}) with object {name}"
-                self._poison(ref.object_id, WorkerLostError(cause, where=f"execution {execution_id}"))
+                self._lifetimes.poison(ref.object_id, WorkerLostError(cause, where=f"execution {execution_id}"))
 
     def _slice_requested(self, event: c.SliceRequested) -> None:
         self.resources.request(event)
+        self.memory.lay_out(self.resources.grants)
+        self._cluster_changed()
 
     def _slice_released(self, event: c.SliceReleased) -> None:
         """Executions that use it are cancelled, objects on it are lost: nothing may run on devices that are given back."""
-        self.resources.release(event.name, event.owner)
-        place_ = Slice(event.name)
+        self.resources.check_owner(event.name, event.owner)
+        spot = Slice(event.name)
         for execution in [*self.running.values(), *self.queue.values()]:
-            if place_ in execution.program.places:
+            program = execution.program
+            if spot in program.places or any(param.place == spot for param in program.params):
                 self._cancel(execution, f"slice {event.name} was released")
-        for oid in self.objects.on(place_):
-            self.objects.let_go(oid, f"was lost with slice {event.name}")
-            self._free(oid)
+        for oid in self.objects.on(spot):
+            self._lifetimes.drop(oid, f"was lost with slice {event.name}")
+        self._forget_slices([event.name])
+
+    def _forget_slices(self, names: Collection[str]) -> None:
+        for name in names:
+            self.resources.release(name)
+        if names:
+            self.memory.lay_out(self.resources.grants)
+            self._cluster_changed()
 
     def _owner_joined(self, event: c.OwnerJoined) -> None:
-        self.turns.weigh(event.owner, event.weight)
+        self.admission.turns.weigh(event.owner, event.weight)
 
     def _pool_member_ready(self, event: c.PoolMemberReady) -> None:
         self.resources.member_ready(event.pool, event.slice)
-        self._room = True
+        self._cluster_changed()
 
     def _pool_member_removed(self, event: c.PoolMemberRemoved) -> None:
         self.resources.member_removed(event.pool, event.slice)
+        self._cluster_changed()
+
+    def _cluster_changed(self) -> None:
+        self.admission.cluster_changed()
+        self._room = True
 
     def _acked(self, event: c.Acked) -> None:
         if event.worker not in self.acknowledged:
@@ -167,58 +176,25 @@ class Scheduler:
         known = self._find(event.execution_id)
         if known is not None:
             raise known.illegal(f"submitted again ({self._cause})")
-        self.check(event.program, event.owner)
-        if self.turns.count(event.owner) >= MAX_QUEUED:
-            raise LocalError(
-                f"{self.turns.count(event.owner)} executions wait already, all of {event.owner or 'one owner'}",
-                where=event.execution_id,
-                remedy="Submit it again later.",
-            )
-        bindings.check(event.program, event.bindings, event.owner, self.objects)
-        execution = Execution(event.execution_id, event.program, event.args, event.owner, event.bindings)
-        bindings.bind(execution, self.objects)
-        for name in event.program.outputs:
-            self._create(execution, name)
-        self.queue[event.execution_id] = execution
-        self.turns.add(event.owner, event.execution_id, event.program.size)
+        program = event.program
+        self.check(program, event.owner)
+        self.admission.check_room(event.owner)
+        bindings.check(program, event.bindings, event.owner, self.objects)
+        self.admission.check_memory(program, event.bindings)
+        execution = Execution(event.execution_id, program, event.args, event.owner, event.bindings)
+        self._lifetimes.submitted(execution)
+        self.admission.add(execution)
         self._room = True
-        for oid in event.bindings.values():
-            if (error := self.objects[oid].error) is not None:
-                self._doomed.append((event.execution_id, error))
 
     def check(self, program: Program, owner: str) -> None:
         """Raises GraphError where an owner's program does not fit the cluster as it is: places, whose slices they are, meshes."""
-        program.check_placements(self.resources.slices, self.resources.pools)
-        grants = self.resources.grants
-        mine = [grants[name] for name in program.slices if name in grants]
-        for grant in mine:
-            if grant.owner != owner:
-                raise GraphError(f"slice {grant.name!r} belongs to {grant.owner}", where=f"program {program.name}")
-        key = (program.program_id, tuple((grant.name, grant.axes, grant.sizes) for grant in mine))
-        if key not in self._checked:
-            check_specs(program, grants)
-            self._checked[key] = None
-            while len(self._checked) > KEPT_CHECKED:
-                del self._checked[next(iter(self._checked))]
-
-    def _create(self, execution: Execution, name: str) -> None:
-        """The object that a node of the execution will leave behind."""
-        program = execution.program
-        self.objects.create(
-            object_id(execution.execution_id, name),
-            execution.owner,
-            program.consumers[name],
-            kept=name in program.kept,
-            aval=program.aval_of(name),
-            place=program.place_of(name),
-        )
+        self.admission.check(program, owner)
 
     def _objects_deleted(self, event: c.ObjectsDeleted) -> None:
         """Unknown ones are gone already."""
         for oid in event.object_ids:
             if oid in self.objects and self.objects[oid].owner == event.owner:
-                self.objects.let_go(oid, "was deleted")
-                self._free(oid)
+                self._lifetimes.drop(oid, "was deleted")
 
     def _cancelled(self, event: c.ExecutionCancelled) -> None:
         execution = self._find(event.execution_id)
@@ -231,11 +207,9 @@ class Scheduler:
             if execution.owner == event.owner:
                 self._cancel(execution, event.reason)
         for oid in self.objects.kept_by(event.owner):
-            self.objects.let_go(oid, f"is gone with its owner: {event.reason}")
-            self._free(oid)
-        for grant in [grant for grant in self.resources.grants.values() if grant.owner == event.owner]:
-            self.resources.release(grant.name, grant.owner)
-        self.turns.forget(event.owner)
+            self._lifetimes.drop(oid, f"is gone with its owner: {event.reason}")
+        self._forget_slices([grant.name for grant in self.resources.grants.values() if grant.owner == event.owner])
+        self.admission.turns.forget(event.owner)
 
     def _node_finished(self, event: c.NodeFinished) -> None:
         task = self._current(event)
@@ -255,7 +229,7 @@ class Scheduler:
             task.reported = {worker: task.results[worker] for worker in task.workers}
             self._out.append(c.NodeCompleted(execution.execution_id, task.node_id, task.reported, cause=self._cause))
         if execution.unfinished or execution.bindings:
-            self._release_inputs(task)
+            self._finished(task)
         if execution.unfinished == 0:
             self._end(execution, ExecutionTrigger.DONE)
 
@@ -283,8 +257,8 @@ class Scheduler:
             return found
         self._drop(event, found)
         is_over = execution is None or execution.over
-        if is_over and isinstance(event, c.NodeFinished) and event.worker in self.resources.live:
-            self._out.append(c.ReleaseObjects(event.worker, event.execution_id, cause=self._cause))
+        if is_over and isinstance(event, c.NodeFinished):
+            self._release(event.worker, event.execution_id, kept=self.objects.outputs_of(event.execution_id))
         return None
 
     def _drop(self, event: c.Event, why: str) -> None:
@@ -295,50 +269,21 @@ class Scheduler:
         return self.running.get(execution_id) or self.queue.get(execution_id) or self.over.get(execution_id)
 
     def _done_on(self, worker: str, execution: Execution) -> None:
-        if self.credits.give_back(worker, execution.execution_id):
+        was_full = self.credits.is_full(worker)
+        if self.credits.give_back(worker, execution.execution_id) and was_full:
             self._room = True
 
-    def _release_inputs(self, task: Task) -> None:
-        """The task is finished: frees the objects that it was the last to need, and its own if nobody reads it."""
-        own = list(task.object_ids.values())
-        read: list[str] = []
-        for oid, reader in task.reads():
-            self.objects.consumed(oid, reader)
-            read.append(oid)
-        for position in task.node.donates:
-            bound = task.execution.bindings.get(task.node.inputs[position])
-            if bound is not None:
-                self.objects.let_go(bound, f"was donated to {task.full_id}")
-        self._free(*read, *own)
-        if self._held_back:
+    def _finished(self, task: Task) -> None:
+        self._lifetimes.finished(task)
+        if self.unplaced:
             self._room = True
 
-    def _free(self, *oids: str) -> None:
-        """Frees those of these objects that nobody keeps or reads, on every worker."""
-        freed: dict[tuple[str, str], list[str]] = {}
-        for oid in oids:
-            ref = self.objects[oid]
-            if ref.kept or ref.needed_by or ref.state is ObjectState.PENDING:
-                continue
-            execution_id, _, name = oid.rpartition("/")
-            if ref.state in (ObjectState.HELD, ObjectState.POISONED):
-                for worker, nbytes in self.objects.release(oid).items():
-                    if nbytes or execution_id not in self.running:
-                        freed.setdefault((worker, execution_id), []).append(name)
-            if execution_id not in self.running:
-                self.objects.forget(oid)
-        for (worker, execution_id), names in freed.items():
-            if worker in self.resources.live:
-                self._out.append(c.ReleaseObjects(worker, execution_id, tuple(names), cause=self._cause))
+    def _release(self, worker: str, execution_id: str, names: tuple[str, ...] = (), kept: tuple[str, ...] = ()) -> None:
+        if worker in self.resources.live:
+            self._out.append(c.ReleaseObjects(worker, execution_id, names, kept, cause=self._cause))
 
-    def _poison(self, oid: str, error: WaypathError) -> None:
-        """The object cannot be had: whoever is bound to it will fail with `error`."""
-        execution_id, _, name = oid.rpartition("/")
-        for worker in self.objects.poison(oid, error):
-            if worker in self.resources.live:
-                self._out.append(c.ReleaseObjects(worker, execution_id, (name,), cause=self._cause))
-        readers = {key.rpartition("/")[0]: None for key in sorted(self.objects[oid].needed_by) if "/" in key}
-        self._doomed.extend((reader, error) for reader in readers)
+    def _more_room(self) -> None:
+        self._room = True
 
     def _fail_bound(self, execution_id: str, error: WaypathError) -> None:
         """Ends an execution that reads an object which cannot be had."""
@@ -367,6 +312,7 @@ class Scheduler:
             task.attempt += 1
             task.workers = ()
             task.results = {}
+            self.unplaced[execution.execution_id] = execution
             for oid, reader in task.reads():
                 self.objects.need(oid, reader)
         for task in decision.dropped:
@@ -388,7 +334,7 @@ class Scheduler:
         task.advance(TaskTrigger.DROPPED, self._cause, detail)
         task.workers = ()
         task.reported = results or None
-        self._release_inputs(task)
+        self._finished(task)
         self._out.append(c.NodeCompleted(task.execution.execution_id, task.node_id, results or {}, cause=self._cause))
 
     def _fail(self, task: Task, error: WaypathError, detail: str) -> None:
@@ -416,51 +362,22 @@ class Scheduler:
 
     def _end(self, execution: Execution, trigger: ExecutionTrigger, error: WaypathError | None = None) -> None:
         execution.advance(trigger, self._cause)
-        ends_well = trigger is ExecutionTrigger.DONE
+        results = execution.results()
         self.running.pop(execution.execution_id, None)
-        if self.queue.pop(execution.execution_id, None) is not None:
-            self.turns.remove(execution.owner, execution.execution_id)
-        outlive = [
-            name
-            for name in execution.program.outputs
-            if (ref := self.objects[object_id(execution.execution_id, name)]).kept
-            or any("/" in k for k in ref.needed_by)
-        ]
-        kept = tuple(outlive) if ends_well else ()
+        self.unplaced.pop(execution.execution_id, None)
+        self.admission.remove(execution)
+        self._lifetimes.ended(execution, error, execution.involved)
         for worker in execution.involved:
             if worker in self.resources.live:
-                command = c.ReleaseObjects(worker, execution.execution_id, kept=kept, cause=self._cause)
-                self._out.append(command)
                 self.credits.settle(worker, execution.execution_id)
-        results = execution.results()
-        for bound in bindings.unbind(execution, self.objects):
-            if bound in self.objects:
-                self._free(bound)
-        for name in (*execution.program.producers,):
-            oid = object_id(execution.execution_id, name)
-            if name not in outlive:
-                self.objects.forget(oid)
-            elif not ends_well:
-                ref = self.objects[oid]
-                ref.parts.clear()
-                ref.needed_by = {key for key in ref.needed_by if "/" in key}
-                self._poison(
-                    oid, error or CancelledError("it was cancelled", where=f"execution {execution.execution_id}")
-                )
         execution.tasks.clear()
-        self._room = True
+        execution.waiting.clear()
+        self._room = self._room or bool(self.unplaced or self.queue)
         self.over[execution.execution_id] = execution
         while len(self.over) > KEPT_OVER:
             del self.over[next(iter(self.over))]
-        self._out.append(
-            c.ExecutionCompleted(
-                execution.execution_id,
-                cast(c.Outcome, execution.state.value),
-                results,
-                error,
-                cause=self._cause,
-            )
-        )
+        outcome = cast(c.Outcome, execution.state.value)
+        self._out.append(c.ExecutionCompleted(execution.execution_id, outcome, results, error, cause=self._cause))
 
     # Admission and dispatch
 
@@ -468,103 +385,34 @@ class Scheduler:
         """Sends out whatever can go now: first what was admitted, then the queue, both in order."""
         while self._room:
             self._room = False
-            self._held_back = 0
-            for execution in list(self.running.values()):
-                if execution.waiting:
+            for execution in list(self.unplaced.values()):
+                if not execution.over:
                     self._dispatch(execution)
-            self._admit_queued()
-
-    def _admit_queued(self) -> None:
-        """Admits, in order, what finds room; an execution that waits for a worker holds back later ones that share it."""
-        passed_over: set[str] = set()
-        known: dict[str, tuple[bool, bool, set[str]]] = {}
-        progress = True
-        while progress:
-            progress = False
-            for owner in self.turns.owners():
-                if self._admit_of(owner, passed_over, known):
-                    progress = True
-                    known.clear()
-                    break
-
-    def _admit_of(self, owner: str, passed_over: set[str], known: dict[str, tuple[bool, bool, set[str]]]) -> bool:
-        """Admits the first of an owner's executions that finds room; says whether there was one."""
-        behind = 0
-        for execution_id in self.turns.waiting(owner):
-            execution = self.queue[execution_id]
-            program_id = execution.program.program_id
-            if program_id not in known:
-                full, absent = self.blockers(execution)
-                known[program_id] = (bool(full), bool(absent), reach(execution, self.resources))
-            is_full, is_absent, workers = known[program_id]
-            if is_absent or not all(self.objects[oid].workers for oid in execution.bindings.values()):
-                continue
-            if is_full or not passed_over.isdisjoint(workers):
-                passed_over |= workers
-                behind += 1
-                if behind >= LOOK_AHEAD:
-                    return False
-                continue
-            self.turns.admit(owner, execution_id)
-            self._admit(execution)
-            return True
-        return False
-
-    def _admit(self, execution: Execution) -> None:
-        del self.queue[execution.execution_id]
-        self.running[execution.execution_id] = execution
-        execution.advance(ExecutionTrigger.ADMITTED, self._cause)
-        for name in execution.program.producers:
-            if name not in execution.program.kept:
-                self._create(execution, name)
-        self._dispatch(execution)
+            while (admitted := self.admission.next()) is not None:
+                self.running[admitted.execution_id] = admitted
+                admitted.advance(ExecutionTrigger.ADMITTED, self._cause)
+                self._lifetimes.admitted(admitted)
+                self._dispatch(admitted)
 
     def _dispatch(self, execution: Execution) -> None:
         """Places what can be placed and sends it: one `Execute` per worker, then relocations to earlier readers."""
         for task in list(execution.waiting.values()):
-            place_ = task.node.place
-            if task.node.on_worker_lost == "drop" and isinstance(place_, Slice) and self.resources.missing(place_.name):
-                self._drop_task(task, f"slice {place_.name} is not up")
+            spot = task.node.place
+            if task.node.on_worker_lost == "drop" and isinstance(spot, Slice) and self.resources.missing(spot.name):
+                self._drop_task(task, f"slice {spot.name} is not up")
         if execution.unfinished == 0:
             return self._end(execution, ExecutionTrigger.DONE)
         placed = place(execution, self.resources, self.credits, self._cause, self._must_wait)
-        self._held_back += sum(bool(task.node.donates) for task in execution.waiting.values())
-        per_worker: dict[str, list[Task]] = {}
-        for task in placed:
-            for oid in task.object_ids.values():
-                self.objects[oid].workers = task.workers
-            for worker in task.workers:
-                per_worker.setdefault(worker, []).append(task)
-        gang: dict[str, int] = {}
-        for worker, tasks in per_worker.items():
-            self._install(worker, execution)
-            execution.involved[worker] = None
-            world = self.resources.world_of(worker)
-            if self.resources.world_size(worker) > 1 and world not in gang:
-                gang[world] = self._gang[world] = self._gang.get(world, 0) + 1
-            self._out.append(execute(worker, execution, tasks, gang.get(world, 0), self.objects, self._cause))
-        self._out += relocations(execution, placed, self._cause)
+        if placed:
+            plan = self.admission.plan(execution.program)
+            self._out += self._dispatcher.send(execution, plan, placed, self._cause)
+        if execution.waiting:
+            self.unplaced[execution.execution_id] = execution
+        else:
+            self.unplaced.pop(execution.execution_id, None)
 
-    def _must_wait(self, task: Task) -> bool:
-        return bindings.must_wait(task, self.objects, self.running | self.queue)
-
-    def _install(self, worker: str, execution: Execution) -> None:
-        program = execution.program
-        if program.program_id in self._installed[worker]:
-            return
-        self._installed[worker].add(program.program_id)
-        nodes = program.fragment(self.resources.places_of(worker))
-        sources = {node.node_id: tuple(map(program.slice_of, node.inputs)) for node in nodes}
-        names = {name for found in sources.values() for name in found} | {node.place.name for node in nodes}
-        grants = tuple(self.resources.grants[name] for name in sorted(names) if name in self.resources.grants)
-        command = c.InstallProgram(
-            worker, program.program_id, program.name, nodes, grants, sources if grants else {}, cause=self._cause
-        )
-        self._out.append(command)
-
-    def blockers(self, execution: Execution) -> tuple[list[str], list[Place]]:
-        """What keeps a queued execution back; see placement.py."""
-        return blockers(execution, self.running.values(), self.resources, self.credits)
+    def _must_wait(self, task: Task, back: Collection[str]) -> bool:
+        return bindings.must_wait(task, back, self.objects, self._find)
 
     def describe(self) -> dict[str, Any]:
         """Returns what is where and what waits for what, as JSON; see status.py."""

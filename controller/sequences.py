@@ -7,7 +7,8 @@ runs its steps on the worker's JAX thread, and reports once.
 The rule is linear in the program. The open sequence of a slice takes every function and select of that slice. It is
 closed, for good, when a transfer or method reads one of its values: what comes later on that slice goes into another.
 Nothing can depend on an open sequence and be an input of its next step, because whoever depends on it has closed it; so the
-fused program has no cycle, whatever the order of transfers between slices.
+fused program has no cycle, whatever the order of transfers between slices. In its order a sequence stands where its last step stood:
+behind whoever reads what a step consumes, before whoever reads what it leaves.
 
 Must not know: workers, executions. Called where a client's program is installed.
 """
@@ -35,7 +36,7 @@ def fuse(program: Program) -> Program:
             continue
         if node.kind == "select" and sequence_of.get(node.inputs[0]) != open_on.get(node.place, -1):
             raise GraphError(
-                f"selects from {node.inputs[0]}, whose outputs other nodes read already: expected right after it",
+                f"selects from {node.inputs[0]}, of which another output was read already: expected right behind it",
                 where=f"program {program.name}, node {node.node_id}",
             )
         if node.place not in open_on:
@@ -52,13 +53,11 @@ def fuse(program: Program) -> Program:
     names = {*program.by_id, *program.by_param}
     sequences = [_sequence(_free(f"seq_{k}", names), steps, exported) for k, steps in enumerate(members)]
     nodes: list[Node] = []
-    done: set[int] = set()
     for node in program.nodes:
         number = sequence_of.get(node.node_id)
         if number is None:
             nodes.append(node)
-        elif number not in done:
-            done.add(number)
+        elif node is members[number][-1]:
             nodes.append(sequences[number])
     fused = Program(program.name, tuple(nodes), program.params, program.outputs)
     fused.__dict__["digest"] = program.digest  # it is the same program, and its own JSON does not tell steps

@@ -10,6 +10,7 @@ import pytest
 from waypath.controller import scheduler
 
 CORE = [
+    "admission",
     "allocation",
     "bindings",
     "checks",
@@ -20,6 +21,8 @@ CORE = [
     "fairness",
     "graph",
     "intake",
+    "lifetimes",
+    "memory",
     "nodes",
     "objects",
     "pacing",
