@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ import psutil
 
 from waypath.controller.client.client import Client, connect
 from waypath.proto.channel import new_token
-from waypath.proto.config import AnyConfig
+from waypath.proto.config import AnyConfig, load_cluster
 from waypath.proto.errors import ConfigError, DeadlineError, NotFoundError, WaypathError, WorkerLostError
 from waypath.tools.supervisor import Child, Policy, ProcessSpec, RestartBudget, Supervisor, Unit, log_tail
 
@@ -320,6 +320,17 @@ class LocalCluster:
         shutil.rmtree(self.directory / "ports", ignore_errors=True)
         if self._logs_moved:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def local_client(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Iterator[Client]:
+    """A client of a cluster that is started on this machine for it, from a file such as examples/compute.toml.
+
+    The cluster ends with the context. Raises what starting raises.
+    """
+    with LocalCluster(load_cluster(config, overrides)) as cluster, connect(cluster.address, cluster.token) as client:
+        cluster.wait_ready(client)
+        yield client
 
 
 def check_port(address: str) -> None:

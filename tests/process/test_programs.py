@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import waypath
+from examples import data_parallel, grpo_by_hand, pipeline
 from tests.cluster import ROOT, Cluster, compute, eventually, running
 from waypath.controller.client.refs import Ref, Slice
 from waypath.proto.errors import ConfigError, FunctionError, GraphError, NotFoundError, WaypathError
@@ -224,6 +225,21 @@ def test_kill_9_of_a_client_in_mid_program_frees_its_objects_and_nobody_else_not
     )
     assert np.array_equal(step(mine).result(WAIT_S), [3.0, 3.0])
     assert workers.keys() == {"compute-0-0", "compute-0-1", "compute-1-0", "compute-1-1"}
+
+
+def test_the_pipeline_of_the_examples(client: waypath.Client) -> None:
+    assert pipeline.run(client) < 1e-5
+
+
+def test_data_parallel_of_the_examples_finds_the_weights(client: waypath.Client) -> None:
+    assert data_parallel.run(client) < 1e-3
+
+
+def test_grpo_by_hand_learns(client: waypath.Client) -> None:
+    rewards = grpo_by_hand.run(client)
+    assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.9
+    source = (ROOT / "examples" / "grpo_by_hand.py").read_text()
+    assert len(source.splitlines()) < 100
 
 
 def test_a_nan_names_node_function_worker_and_poisons_what_depends_on_it(client: waypath.Client, pair: Slice) -> None:
