@@ -42,6 +42,8 @@ HEARTBEAT_TIMEOUT_S = 45.0
 LIVENESS_PERIOD_S = 1.0
 WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
+PEERS_DELAY_S = 0.0005
+MAX_PEERS_DELAY_S = 0.5
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 JoinedHook = Callable[[str, str], None]
@@ -121,6 +123,9 @@ class Runtime(WorkerServicer):
         self._hooks: list[tuple[JoinedHook, LostHook]] = []
         self._number = 0
         self._changed = asyncio.Condition()
+        self._arrived: dict[str, Connection] = {}
+        self._departed: dict[str, None] = {}
+        self._telling: asyncio.TimerHandle | None = None
         self._closing = False
 
     # What runs use
@@ -301,7 +306,8 @@ class Runtime(WorkerServicer):
             context.set_trailing_metadata(trailer(error))
             await context.abort(error.status, str(error))
             raise
-        self._tell_peers()
+        self._arrived[link.worker] = link
+        self._tell_peers_soon()
         self.log(f"{link.worker} joined (pid {register.pid}, incarnation {register.incarnation})")
         for joined, _ in list(self._hooks):
             joined(link.worker, register.role)
@@ -355,7 +361,9 @@ class Runtime(WorkerServicer):
         try:
             self.handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
         finally:
-            self._tell_peers()
+            self._arrived.pop(link.worker, None)
+            self._departed[link.worker] = None
+            self._tell_peers_soon()
             for _, lost in list(self._hooks):
                 lost(link.worker, link.register.role, cause)
 
@@ -410,20 +418,33 @@ class Runtime(WorkerServicer):
         self._executions.pop(execution_id, None)
         self._owners.pop(execution_id, None)
 
+    def _tell_peers_soon(self) -> None:
+        """Changes of the table are told together: at once in a small cluster, later where many workers would hear of each."""
+        if self._telling is None:
+            delay_s = min(MAX_PEERS_DELAY_S, PEERS_DELAY_S * len(self.connections))
+            self._telling = asyncio.get_running_loop().call_later(delay_s, self._tell_peers)
+
     def _tell_peers(self) -> None:
-        peers = pb.Peers()
-        for link in self.connections.values():
-            register = link.register
-            peers.peers.add(
-                worker=register.worker,
-                incarnation=register.incarnation,
-                data_addresses=register.data_addresses,
-                host_id=register.host_id,
-            )
-        for link in self.connections.values():
-            link.send(pb.ControllerMessage(peers=peers))
+        """Who arrived hears of everybody, everybody else of who came and went."""
+        self._telling = None
+        arrived, self._arrived = self._arrived, {}
+        departed, self._departed = self._departed, {}
+        news = pb.Peers(peers=[_peer(link) for link in arrived.values()], gone=departed)
+        everybody = pb.Peers(peers=[_peer(link) for link in self.connections.values()]) if arrived else news
+        for link in list(self.connections.values()):
+            link.send(pb.ControllerMessage(peers=everybody if arrived.get(link.worker) is link else news))
         self._lose_broken()
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _peer(link: Connection) -> pb.Peer:
+    register = link.register
+    return pb.Peer(
+        worker=register.worker,
+        incarnation=register.incarnation,
+        data_addresses=register.data_addresses,
+        host_id=register.host_id,
+    )

@@ -265,10 +265,12 @@ class Peer(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., data_addresses: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("peers",)
+    __slots__ = ("peers", "gone")
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("reason", "grace_s")
