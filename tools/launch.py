@@ -323,7 +323,9 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def local_client(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Iterator[Client]:
+def local_client(
+    config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> Iterator[Client]:
     """A client of a cluster that is started on this machine for it, from a file such as examples/compute.toml.
 
     The cluster ends with the context. Raises what starting raises.
