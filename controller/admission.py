@@ -27,7 +27,7 @@ from waypath.controller.resources import Resources
 from waypath.controller.specs import check_specs, device_bytes
 from waypath.proto.errors import GraphError, LocalError
 
-MAX_QUEUED = 256
+MAX_QUEUED = 4096
 LOOK_AHEAD = 16
 KEPT_CHECKED = 4096
 

@@ -15,6 +15,8 @@ What it guarantees, after every event:
 - At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait, each
   owner's in order, owners against each other by weight (fairness.py). An execution that was admitted is never held back again,
   so recovery cannot deadlock on credits; only a node that consumes an object waits for those that read it before.
+- Device memory that outputs will take is reserved at admission and kept until they are freed (memory.py); what does not fit
+  now waits, and status says for what; what can never fit is refused.
 - An output outlives its execution until its owner deletes it or is released; if it cannot be had, whoever is bound to it fails
   with the root cause.
 

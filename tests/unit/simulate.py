@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from waypath.controller import commands as c
+from waypath.controller.allocation import Grant
 from waypath.controller.execution import TaskState
 from waypath.controller.graph import Aval, Handle, Leaf, Node, Pool, Program, ProgramBuilder, Slice
 from waypath.controller.objects import ObjectState
@@ -57,6 +58,7 @@ class Worker:
     places: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     bound: dict[tuple[str, str], str] = field(default_factory=dict)
     store: dict[str, tuple[str, int]] = field(default_factory=dict)
+    meshes: dict[tuple[str, str], Grant] = field(default_factory=dict)
     gang: dict[int, str] = field(default_factory=dict)
 
     def oid(self, execution_id: str, name: str) -> str:
@@ -83,6 +85,8 @@ class Worker:
                 assert self.pending.get(key, (-1,))[0] < attempt
                 self.pending.pop(key, None)
                 self.pending[key] = (attempt, nodes[node_id])
+                for grant in self.programs[command.program_id].slices:
+                    self.meshes[command.execution_id, grant.name] = grant
         elif isinstance(command, c.Relocate):
             self.places[command.execution_id, command.node_id] = command.workers
         elif isinstance(command, c.CancelExecution):
@@ -375,18 +379,16 @@ class Simulation:
                     if all(self.readable(worker, key[0], name) for name in node.inputs):
                         found.append((worker, key))
                 elif key == head:
-                    peers = self.peers(worker, node)
+                    peers = self.peers(worker, key[0], node)
                     first = bool(peers) and peers[0] is worker and all(next(p.lane(), None) == key for p in peers)
                     if first and all(peer.oid(key[0], name) in peer.store for peer in peers for name in node.inputs):
                         found.append((worker, key))
         return found
 
-    def peers(self, worker: Worker, node: Node) -> list[Worker]:
+    def peers(self, worker: Worker, execution_id: str, node: Node) -> list[Worker]:
         """The processes of a slice, as this worker knows it; none where one is gone."""
-        grant = next(
-            g for p in worker.programs.values() for g in p.slices if node in p.nodes and g.name == node.place.name
-        )
-        return [self.workers[name] for name in grant.workers] if all(w in self.workers for w in grant.workers) else []
+        names = worker.meshes[execution_id, node.place.name].workers
+        return [self.workers[name] for name in names] if all(name in self.workers for name in names) else []
 
     def readable(self, worker: Worker, execution_id: str, name: str) -> bool:
         places = worker.places.get((execution_id, name))
@@ -399,7 +401,7 @@ class Simulation:
         _, node = worker.pending[key]
         self.say(f"{worker.name} runs {execution_id}/{node_id}")
         fails = self.rng.random() < 0.03
-        for peer in self.peers(worker, node) if node.kind == "sequence" else [worker]:
+        for peer in self.peers(worker, execution_id, node) if node.kind == "sequence" else [worker]:
             attempt, _ = peer.pending.pop(key)
             for position in node.donates:
                 oid = peer.oid(execution_id, node.inputs[position])
@@ -424,10 +426,7 @@ class Simulation:
         aval = self.submitted[execution_id].program.aval_of(name)
         size = 0
         if aval:
-            grants = [
-                g for p in worker.programs.values() if node in p.nodes for g in p.slices if g.name == node.place.name
-            ]
-            size = device_bytes(aval, grants[-1])
+            size = device_bytes(aval, worker.meshes[execution_id, node.place.name])
         worker.store[f"{execution_id}/{name}"] = (node.place.name, size)
         return size or 1
 

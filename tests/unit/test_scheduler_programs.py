@@ -187,6 +187,22 @@ def test_a_donor_waits_for_readers_at_a_pace_of_their_own() -> None:
     assert [e.execution_id for e in of(c.Execute, cluster.finish("reads", "t", "v-0", t=8))] == ["e", "e"]
 
 
+def test_a_donor_waits_in_the_queue_for_readers_that_are_there_too() -> None:
+    cluster = Cluster(max_in_flight=1)
+    oid = cluster.put("p")
+    cluster.feed(c.PoolMemberRemoved("aux", "aux"))
+    b = ProgramBuilder("reads, and calls")
+    b.call("s", "m", b.param("x", on=S, aval=X), on=Pool("aux"), node_id="n")
+    cluster.submit("waits", b.build(), x=oid)
+    cluster.submit("reads", b.build(), x=oid)
+    cluster.submit("e", step(donates=True), x=oid)
+    assert list(cluster.scheduler.queue) == ["reads", "e"]
+    cluster.feed(c.PoolMemberReady("aux", "aux"))
+    cluster.finish("waits", "n", "aux-0")
+    assert list(cluster.scheduler.running) == ["reads", "e"]
+    assert [e.worker for e in of(c.Execute, cluster.finish("reads", "n", "aux-0"))] == ["w-0", "w-1"]
+
+
 def test_a_donor_that_never_ran_has_consumed_nothing() -> None:
     cluster = Cluster()
     oid = cluster.put("p")
