@@ -192,15 +192,17 @@ def _local(size: int, fused_steps: int) -> Iterator[Callable[[str], float]]:
                 seconds = []
                 for member in members:
                     assert member.stdout is not None
-                    line = member.stdout.readline()
+                    line = "-"
+                    while line and not line.startswith("seconds "):  # gloo prints to standard output too
+                        line = member.stdout.readline()
                     if not line:
                         raise LocalError(f"a process of the baseline ended with {member.wait()}")
-                    seconds.append(float(line))
+                    seconds.append(float(line.split()[1]))
                 return max(seconds)
 
             yield run
         finally:
-            for child in children:
+            for child in reversed(children):
                 child.kill()
                 child.wait()
 

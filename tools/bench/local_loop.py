@@ -67,7 +67,7 @@ def main() -> int:
         for _ in range(count):
             x = step(x)
         x.block_until_ready()
-        print(time.perf_counter() - began, flush=True)
+        print("seconds", time.perf_counter() - began, flush=True)
     return 0
 
 
