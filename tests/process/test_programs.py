@@ -171,6 +171,7 @@ def _opposite_orders(cluster: Cluster, rounds: int) -> None:
                 steps = [mine.function(add_sum, s, P("x"), P("x")) for s in slices]
                 values = [mine.put(np.ones(2, np.float32), s, P("x")) for s in slices]
                 order = (1, 0) if backwards else (0, 1)
+                made: list[Ref] = []
                 for _ in range(rounds):
                     made = [steps[k](values[k]) for k in order]
                 for ref in made:
@@ -285,6 +286,7 @@ def _refused(client: waypath.Client, pair: Slice, held: Ref, other: Ref) -> dict
     def leaks(x: Any) -> Any:
         return held
 
+    no_ref: Any = np.ones(2)
     return {
         "deleted": (lambda: step(gone), GraphError, "was deleted"),
         "foreign": (lambda: step(other), GraphError, "belongs to another session"),
@@ -305,7 +307,7 @@ def _refused(client: waypath.Client, pair: Slice, held: Ref, other: Ref) -> dict
             "more than 67,108,864 bytes.*Pass large arrays as arguments",
         ),
         "outside": (lambda: leaks(held), GraphError, "expected objects of this program"),
-        "no ref": (lambda: leaks(np.ones(2)), GraphError, "expected a ref, found ndarray"),
+        "no ref": (lambda: leaks(no_ref), GraphError, "expected a ref, found ndarray"),
     }
 
 
