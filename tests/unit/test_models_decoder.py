@@ -142,8 +142,8 @@ def test_prefill_and_decode_equal_forward(config: ModelConfig) -> None:
         np.testing.assert_allclose(found, expected[rows, at], rtol=1e-5, atol=1e-5)
 
 
-def test_decode_has_the_bits_of_forward() -> None:
-    """Nearly: without the padding of attention to whole columns, 16 % of the elements are equal after one layer."""
+def test_decode_is_forward_to_float32_rounding_at_the_demo_s_shapes() -> None:
+    """How many elements have equal bits depends on the CPU (AVX2: more than 90 %, AVX-512: 12 %); how close they are does not."""
     config = ModelConfig(32, 576, 64, 2, 9, 3, 64)
     params, length, rows = init_params(config, jax.random.key(0)), 21, 32
     tokens = jnp.asarray(random_tokens(config, rows, length))
@@ -154,7 +154,7 @@ def test_decode_has_the_bits_of_forward() -> None:
     room = [(0, 0), (0, 0), (0, attention_length(length) - length + 1), (0, 0), (0, 0)]
     k, v = (jnp.pad(cache, room) for cache in caches)
     hidden, _, _ = jax.jit(partial(decode, config))(params, tokens[:, -1], lengths, k, v)
-    assert np.mean(np.asarray(whole[:, -1]) == np.asarray(hidden)) > 0.9
+    np.testing.assert_allclose(hidden, whole[:, -1], rtol=0, atol=8 * np.finfo(np.float32).eps * np.abs(whole).max())
 
 
 def test_decode_outside_the_cache_writes_nothing() -> None:

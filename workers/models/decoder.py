@@ -9,8 +9,9 @@ layers are stacked and walked by ``lax.scan``: on CPU a decode step with scan wa
 compiled ten times faster. The arrays' dtype is the compute dtype; norms, attention weights and logits are float32.
 
 Attention runs over a multiple of ``config.ATTENTION_COLUMNS`` columns (masked): there XLA:CPU's kernels give a row the same bits
-whether it is the one query of ``decode`` or one among many (measured for SmolLM2's heads), so that an engine's log-probs
-and a trainer's differ by less than 4e-6 over 30 layers; at 21 columns they differed by up to 9e-5.
+whether it is the one query of ``decode`` or one among many on AVX2 (measured for SmolLM2's heads), so that an engine's log-probs
+and a trainer's differ by less than 4e-6 over 30 layers; at 21 columns they differed by up to 9e-5. On AVX-512 the kernels
+differ at every width, and the log-probs by up to 5e-5.
 
 The cache has shape [L, B, S, Hkv, Dh] and holds keys after RoPE. ``decode`` writes one position a row in place when
 the caches are donated, or are the carry of a ``lax.while_loop``.
