@@ -43,6 +43,11 @@ class JaxThread:
         started = self._started_at
         return 0.0 if started is None else time.monotonic() - started
 
+    @property
+    def has_more(self) -> bool:
+        """Is anything queued behind what runs now?"""
+        return not self._queue.empty()
+
     def submit(self, fn: Callable[[], T], /) -> concurrent.futures.Future[T]:
         """Queue `fn`; the future gives its result or exception. RuntimeError after `stop`."""
         if self._closed.is_set():

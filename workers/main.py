@@ -206,6 +206,7 @@ class _Network(threading.Thread):
             world=options.world,
             threads=options.threads,
             mailbox=mailbox,
+            jax_has_more=lambda: self._jax_thread.has_more,
             fetch_function=transport.fetch_function,
         )
         process = psutil.Process()

@@ -120,7 +120,7 @@ class ServiceContext:
     `process_index` and `process_count` count the worker's world (0 of 1 for a worker without one). `loop` is
     the network thread's asyncio loop. `submit_jax` queues a function on the one JAX thread, behind what is
     queued there; a worker without jax raises RuntimeError. `world` is the coordination id ("" without one). `mailbox`: what
-    clients push here. `fetch_function(digest)` streams the bytes of an uploaded function from the controller.
+    clients push here. `jax_has_more()` tells whether work is queued behind what the JAX thread runs now. `fetch_function(digest)` streams the bytes of an uploaded function from the controller.
     """
 
     worker: str
@@ -135,6 +135,7 @@ class ServiceContext:
     world: str = ""
     threads: int = 1
     mailbox: Mailbox = field(default_factory=_mailbox)
+    jax_has_more: Callable[[], bool] = lambda: True
     fetch_function: Callable[[str], AsyncIterator[bytes]] = _no_functions
 
 

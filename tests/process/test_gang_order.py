@@ -144,6 +144,7 @@ def coordinator(directory: Path) -> Iterator[str]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_opposite_orders_block_for_ever_and_one_order_does_not(tmp_path: Path) -> None:
     async def main() -> None:
