@@ -44,6 +44,7 @@ WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
 PEERS_DELAY_S = 0.0005
 MAX_PEERS_DELAY_S = 0.5
+TOLD_AT_ONCE = 16
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 JoinedHook = Callable[[str, str], None]
@@ -124,6 +125,7 @@ class Runtime(WorkerServicer):
         self._number = 0
         self._changed = asyncio.Condition()
         self._arrived: dict[str, Connection] = {}
+        self._untold: dict[str, Connection] = {}
         self._departed: dict[str, None] = {}
         self._telling: asyncio.TimerHandle | None = None
         self._closing = False
@@ -429,11 +431,24 @@ class Runtime(WorkerServicer):
         self._telling = None
         arrived, self._arrived = self._arrived, {}
         departed, self._departed = self._departed, {}
+        self._untold |= arrived
         news = pb.Peers(peers=[_peer(link) for link in arrived.values()], gone=departed)
-        everybody = pb.Peers(peers=[_peer(link) for link in self.connections.values()]) if arrived else news
         for link in list(self.connections.values()):
-            link.send(pb.ControllerMessage(peers=everybody if arrived.get(link.worker) is link else news))
+            if self._untold.get(link.worker) is not link:
+                link.send(pb.ControllerMessage(peers=news))
         self._lose_broken()
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Tells the whole table to some that arrived, and to more when the loop comes round: each copy is as long as the cluster."""
+        everybody = pb.Peers(peers=[_peer(link) for link in self.connections.values()]) if self._untold else None
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
+            worker, link = self._untold.popitem()
+            if self.connections.get(worker) is link:
+                link.send(pb.ControllerMessage(peers=everybody))
+        self._lose_broken()
+        if self._untold:
+            asyncio.get_running_loop().call_soon(self._tell_all)
 
     async def _notify(self) -> None:
         async with self._changed:

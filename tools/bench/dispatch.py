@@ -34,6 +34,7 @@ from waypath.tools.launch import local_client
 NODES = local_loop.NODES
 WORLDS = (1, 2, 4)
 FUSED_S = 0.05
+MAX_FUSED_STEPS = 5_000_000
 LOCAL = "multi-controller JAX, same run"
 
 
@@ -70,9 +71,7 @@ def real(size: int, quick: bool) -> list[Row]:
         client = stack.enter_context(
             local_client({"compute": {"worlds": 1, "processes": size}, "storage": {"run_dir": folder}})
         )
-        ours = _Ours(client, size, 1)
-        steps = 8 * max(1, round(FUSED_S / max(ours.fused() / 1, 1e-4) / 8)) if not quick else 64
-        ours = _Ours(client, size, min(max(steps, 64), 20_000))
+        ours = _Ours(client, size, 64 if quick else _fused_steps(client, size))
         peers = stack.enter_context(_local(size, ours.fused_steps))
         for name, count in (("chained", NODES), ("local", NODES), ("fused", 1)):
             run: Callable[[], float] = getattr(ours, name)
@@ -101,6 +100,17 @@ def real(size: int, quick: bool) -> list[Row]:
         chained = statistics.median(ours.local() for _ in range(5)) / NODES
         rows.append(row(case, "throughput, Chained without communication", 1 / chained, "nodes/s", "OpByOp", 1 / alone))
     return rows
+
+
+def _fused_steps(client: Client, size: int) -> int:
+    """How many steps take `FUSED_S`, and a margin: from what 1,000 take more than 1, and then from what that many take."""
+    steps = 1000
+    for _ in range(2):
+        few, many = _Ours(client, size, 1), _Ours(client, size, steps)
+        few.fused(), many.fused()
+        short, long = (min(side.fused() for _ in range(5)) for side in (few, many))
+        steps = min(MAX_FUSED_STEPS, max(64, round(1.3 * FUSED_S / max(long - short, 1e-5) * steps)))
+    return steps
 
 
 class _Ours:
