@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from waypath.controller.runs.disk import LineReader, dump_line
 from waypath.controller.runs.manager import RunManager
 from waypath.controller.runtime import Runtime
+from waypath.controller.sessions import Session
 from waypath.controller.status import describe
 from waypath.proto import client_pb2 as pb
 from waypath.proto import version
@@ -121,6 +123,30 @@ class ClientService(ClientServicer):
 
         async for sample in self._stream(context, samples()):
             yield sample
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Any
+    ) -> AsyncIterator[pb.SessionReply]:
+        """Serves one client session from open to its end."""
+        async with contextlib.aclosing(Session(self._runtime).replies(request_iterator)) as replies:
+            async for reply in self._stream(context, replies):
+                yield reply
+
+    async def Upload(self, request_iterator: AsyncIterator[pb.UploadChunk], context: Any) -> pb.UploadReply:
+        """Takes an exported function; with a digest and no bytes it says whether that one is here."""
+
+        async def work() -> pb.UploadReply:
+            functions, digest, parts, nbytes = self._runtime.functions, "", [], 0
+            async for chunk in request_iterator:
+                digest = digest or chunk.digest
+                nbytes += len(chunk.data)
+                functions.check_size(digest, nbytes)
+                parts.append(chunk.data)
+            if nbytes:
+                functions.add(digest, b"".join(parts))
+            return pb.UploadReply(known=digest in functions)
+
+        return await self._answer(context, work)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         """Tells what is up and what waits for what."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from waypath.controller.allocation import Grant
 from waypath.controller.graph import Node, Program
 from waypath.proto.errors import WaypathError
 
@@ -28,6 +29,15 @@ class Event:
     event_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of a worker, by its index there. `memory_bytes`: 0 where that is not known."""
+
+    local_id: int
+    kind: str = ""
+    memory_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class WorkerJoined(Event):
     """A worker registered. The same `incarnation` again means that its stream came back: nothing was lost."""
@@ -37,6 +47,8 @@ class WorkerJoined(Event):
     world: str = ""
     process_index: int = 0
     process_count: int = 1
+    devices: tuple[Device, ...] = ()
+    platform: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,18 +77,67 @@ class PoolMemberRemoved(Event):
 
 
 @dataclass(frozen=True)
+class SliceRequested(Event):
+    """`owner` wants a slice of devices for the mesh `axes` × `sizes`.
+
+    `platform` and `world` ("": any) say which workers may serve; `like`: on the devices of that slice. `strategy`: `pack` fills
+    the most used devices that are not exclusive, `spread` the least used.
+    """
+
+    name: str
+    owner: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    platform: str = ""
+    world: str = ""
+    strategy: str = "pack"
+    exclusive: bool = False
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class SliceReleased(Event):
+    """The owner does not need the slice any more; objects that lie on it are lost."""
+
+    name: str
+    owner: str
+
+
+@dataclass(frozen=True)
+class OwnerJoined(Event):
+    """A client session or run with a share of `weight` in what it competes for; an owner that never joined has 1."""
+
+    owner: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ObjectsDeleted(Event):
+    """The owner does not need these objects any more; unfinished executions that are bound to them still read them."""
+
+    owner: str
+    object_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ExecutionSubmitted(Event):
-    """Run `program` with `args` (JSON object). `owner` labels the objects: a run or a client session."""
+    """Run `program` with `args` (JSON object). `owner` labels the objects: a run or a client session.
+
+    `bindings`: parameter → id of an object of the same owner, which may still be computed.
+    """
 
     execution_id: str
     program: Program
     args: Mapping[str, Any] = field(default_factory=dict)
     owner: str = ""
+    bindings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class NodeFinished(Event):
-    """One worker finished its part of a node. `object_bytes` is what it now holds for the consumers."""
+    """One worker finished its part of a node. `object_bytes` is what it now holds for the consumers; of a sequence,
+    `export_bytes` says it object by object.
+    """
 
     worker: str
     incarnation: str
@@ -85,6 +146,7 @@ class NodeFinished(Event):
     attempt: int
     result: Mapping[str, Any] = field(default_factory=dict)
     object_bytes: int = 0
+    export_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,11 +201,16 @@ class WorkerCommand(Command):
 
 @dataclass(frozen=True)
 class InstallProgram(WorkerCommand):
-    """Tell the worker the nodes of the program that it may have to run."""
+    """Tell the worker the nodes of the program that it may have to run.
+
+    `slices`: the meshes that they run on or read from. `sources`: node → per input the slice that the object lies on, or "".
+    """
 
     program_id: str
     name: str
     nodes: tuple[Node, ...]
+    slices: tuple[Grant, ...] = ()
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +220,7 @@ class Execute(WorkerCommand):
     `locations`: for each input of these nodes, the workers that hold its object or will, in process order. An input
     without an entry is not placed yet; a `Relocate` follows. `gang_sequence` grows from message to message on a worker of
     a world of several processes, and is the same on all of them for one dispatch; 0 in a world of one process. A higher
-    attempt of a node replaces a lower one.
+    attempt of a node replaces a lower one. `objects`: the objects that those of these inputs are that are parameters.
     """
 
     execution_id: str
@@ -162,6 +229,7 @@ class Execute(WorkerCommand):
     nodes: tuple[tuple[str, int], ...]
     locations: Mapping[str, tuple[str, ...]]
     gang_sequence: int = 0
+    objects: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,10 +243,11 @@ class Relocate(WorkerCommand):
 
 @dataclass(frozen=True)
 class ReleaseObjects(WorkerCommand):
-    """Free the objects of these nodes; with no nodes, all of the execution, which is over."""
+    """Free these objects (by their names); with none, all of the execution, which is over, but those `kept`."""
 
     execution_id: str
     node_ids: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from waypath.controller import commands as c
-from waypath.controller.graph import Node
+from waypath.controller.allocation import Grant
+from waypath.controller.graph import Aval, Node, Slice
 from waypath.controller.runs.trace import PhaseSpan
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import dump_json, load_json
@@ -22,8 +23,8 @@ from waypath.proto.errors import LocalError, from_message
 MAX_QUEUED_MESSAGES = 4096
 
 
-def node_message(node: Node) -> pb.Node:
-    """Returns the wire form of a node."""
+def node_message(node: Node, sources: Sequence[str] = ()) -> pb.Node:
+    """Returns the wire form of a node. `sources`: per input the slice that the object lies on, or ""."""
     return pb.Node(
         node_id=node.node_id,
         kind=node.kind,
@@ -32,7 +33,33 @@ def node_message(node: Node) -> pb.Node:
         inputs=node.inputs,
         options_json=node.options_json,
         deadline_s=node.deadline_s,
+        donates=node.donates,
+        takes=[_aval_message(aval) for aval in node.takes],
+        gives=[_aval_message(aval) for aval in node.gives],
+        steps=[node_message(step) for step in node.steps],
+        exports=node.exports,
+        slice=node.place.name if isinstance(node.place, Slice) else "",
+        sources=sources,
     )
+
+
+def _aval_message(aval: Aval) -> pb.Aval:
+    return pb.Aval(
+        leaves=[
+            pb.Leaf(shape=leaf.shape, dtype=leaf.dtype, spec=[pb.Axes(names=axes) for axes in leaf.spec])
+            for leaf in aval
+        ]
+    )
+
+
+def mesh_message(grant: Grant) -> pb.MeshSlice:
+    """Returns the wire form of a virtual slice."""
+    index = dict(zip(grant.workers, grant.indices, strict=True))
+    devices = [
+        pb.MeshDevice(worker=worker, local_id=local_id, process_index=index[worker])
+        for worker, local_id in grant.devices
+    ]
+    return pb.MeshSlice(name=grant.name, axes=grant.axes, sizes=grant.sizes, devices=devices)
 
 
 def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
@@ -41,7 +68,8 @@ def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
     if isinstance(command, c.InstallProgram):
         message.install.program_id = command.program_id
         message.install.name = command.name
-        message.install.nodes.extend(node_message(node) for node in command.nodes)
+        message.install.nodes.extend(node_message(n, command.sources.get(n.node_id, ())) for n in command.nodes)
+        message.install.slices.extend(map(mesh_message, command.slices))
     elif isinstance(command, c.Execute):
         execute = message.execute
         execute.execution_id = command.execution_id
@@ -51,7 +79,7 @@ def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
         for node_id, attempt in command.nodes:
             execute.nodes.add(node_id=node_id, attempt=attempt)
         for node_id, workers in command.locations.items():
-            execute.locations.add(node_id=node_id, workers=workers)
+            execute.locations.add(node_id=node_id, workers=workers, object_id=command.objects.get(node_id, ""))
     elif isinstance(command, c.Relocate):
         message.relocate.execution_id = command.execution_id
         message.relocate.location.node_id = command.node_id
@@ -59,6 +87,7 @@ def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
     elif isinstance(command, c.ReleaseObjects):
         message.release.execution_id = command.execution_id
         message.release.node_ids.extend(command.node_ids)
+        message.release.kept.extend(command.kept)
     elif isinstance(command, c.CancelExecution):
         message.cancel.execution_id = command.execution_id
         message.cancel.reason = command.reason
@@ -80,6 +109,7 @@ def node_event(worker: str, incarnation: str, event: pb.NodeEvent) -> c.NodeFini
             attempt=event.attempt,
             result=load_json(event.result_json),
             object_bytes=event.object_bytes,
+            export_bytes=dict(event.export_bytes),
         )
     if event.state == pb.NodeEvent.FAILED:
         return c.NodeFailed(

@@ -9,9 +9,10 @@ Must not know: workers' liveness, placement, messages. Used by the scheduler and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from waypath.controller.commands import Results
@@ -25,6 +26,8 @@ HISTORY = 256
 class TaskState(Enum):
     """Where a node of an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     WAITING = "waiting"
     SENT = "sent"
     FINISHED = "finished"
@@ -36,6 +39,8 @@ class TaskState(Enum):
 
 class TaskTrigger(Enum):
     """What moves a task."""
+
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
 
     PLACED = "placed"
     FINISHED = "finished"
@@ -72,6 +77,8 @@ TASK_TRANSITIONS: dict[TaskState, dict[TaskTrigger, TaskState]] = {
 class ExecutionState(Enum):
     """Where an execution is."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
@@ -82,6 +89,8 @@ class ExecutionState(Enum):
 class ExecutionTrigger(Enum):
     """What moves an execution."""
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, and tables are looked up all the time
+
     ADMITTED = "admitted"
     DONE = "done"
     FAILED = "failed"
@@ -91,6 +100,7 @@ class ExecutionTrigger(Enum):
 EXECUTION_TRANSITIONS: dict[ExecutionState, dict[ExecutionTrigger, ExecutionState]] = {
     ExecutionState.QUEUED: {
         ExecutionTrigger.ADMITTED: ExecutionState.RUNNING,
+        ExecutionTrigger.FAILED: ExecutionState.FAILED,
         ExecutionTrigger.CANCELLED: ExecutionState.CANCELLED,
     },
     ExecutionState.RUNNING: {
@@ -103,18 +113,20 @@ EXECUTION_TRANSITIONS: dict[ExecutionState, dict[ExecutionTrigger, ExecutionStat
     ExecutionState.CANCELLED: {},
 }
 
+_NAMES = {state: state.value for state in TaskState}
 UNFINISHED = frozenset({TaskState.WAITING, TaskState.SENT})
 
 
 @dataclass(eq=False)
 class Task:
-    """One node of one execution. `workers` (process order) and `results` belong to the current attempt.
+    """One node of one execution; `position` is that in program order. `workers` (process order) and `results` belong to the current attempt.
 
     `reported` holds the results that the run loop was told, those of the first attempt that finished.
     """
 
     node: Node
     execution: Execution = field(repr=False)
+    position: int = 0
     state: TaskState = TaskState.WAITING
     attempt: int = 0
     workers: tuple[str, ...] = ()
@@ -127,19 +139,40 @@ class Task:
 
     @property
     def object_id(self) -> str:
+        """The id of the task's object; of a sequence, which has several or none, use `object_ids`."""
         return object_id(self.execution.execution_id, self.node.node_id)
+
+    @cached_property
+    def object_ids(self) -> dict[str, str]:
+        """Name → id of the objects that the task leaves behind."""
+        return {name: object_id(self.execution.execution_id, name) for name in self.node.objects}
+
+    @property
+    def full_id(self) -> str:
+        """Names the task among the readers of another execution's object."""
+        return f"{self.execution.execution_id}/{self.node.node_id}"
 
     @property
     def unfinished(self) -> bool:
         return self.state in UNFINISHED
 
     def inputs(self) -> Iterator[Task]:
-        """The tasks whose objects this one reads, each once."""
-        return (self.execution.tasks[source] for source in dict.fromkeys(self.node.inputs))
+        """The tasks of this execution whose objects this one reads, each once."""
+        return (self.execution.tasks[source] for source in self.execution.program.sources[self.node_id])
+
+    def reads(self) -> Iterator[tuple[str, str]]:
+        """(id, name of this reader) of every object that the task reads, each once."""
+        execution = self.execution
+        for name in dict.fromkeys(self.node.inputs):
+            bound = execution.bindings.get(name)
+            if bound is not None:
+                yield bound, self.full_id
+            else:
+                yield object_id(execution.execution_id, name), self.node_id
 
     def consumers(self) -> Iterator[Task]:
-        """The tasks that read this one's object, each once."""
-        return (self.execution.tasks[c] for c in self.execution.program.consumers[self.node_id])
+        """The tasks of this execution that read this one's objects, each once."""
+        return (self.execution.tasks[c] for c in self.execution.program.readers[self.node_id])
 
     def advance(self, trigger: TaskTrigger, cause: str, detail: str = "") -> None:
         """Moves the task; raises IllegalTransitionError where the table has no entry."""
@@ -148,7 +181,7 @@ class Task:
             raise self.execution.illegal(
                 f"node {self.node_id} is {self.state.value}, cannot be {trigger.value} ({cause})"
             )
-        note = f"{cause}: {self.node_id}#{self.attempt} {self.state.value} → {target.value}"
+        note = f"{cause}: {self.node_id}#{self.attempt} {_NAMES[self.state]} → {_NAMES[target]}"
         self.execution.history.append(f"{note} ({detail})" if detail else note)
         execution = self.execution
         if target is TaskState.WAITING:
@@ -167,6 +200,7 @@ class Execution:
     program: Program
     args: Mapping[str, Any]
     owner: str
+    bindings: Mapping[str, str] = field(default_factory=dict)
     state: ExecutionState = ExecutionState.QUEUED
     tasks: dict[str, Task] = field(init=False)
     waiting: dict[str, Task] = field(init=False)
@@ -175,13 +209,19 @@ class Execution:
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def __post_init__(self) -> None:
-        self.tasks = {node.node_id: Task(node, self) for node in self.program.nodes}
+        self.tasks = {node.node_id: Task(node, self, k) for k, node in enumerate(self.program.nodes)}
         self.waiting = dict(self.tasks)
         self.unfinished = len(self.tasks)
 
     @property
     def over(self) -> bool:
         return not EXECUTION_TRANSITIONS[self.state]
+
+    def in_order(self, node_ids: Collection[str]) -> list[Task]:
+        """These tasks in program order."""
+        if len(node_ids) == len(self.tasks):
+            return list(self.tasks.values())
+        return sorted((self.tasks[node_id] for node_id in node_ids), key=lambda task: task.position)
 
     def advance(self, trigger: ExecutionTrigger, cause: str) -> None:
         """Moves the execution; raises IllegalTransitionError where the table has no entry."""
@@ -207,7 +247,7 @@ class Execution:
         found: set[str] = set()
         left = [node_id]
         while left:
-            for consumer in self.program.consumers[left.pop()]:
+            for consumer in self.program.readers[left.pop()]:
                 if consumer not in found:
                     found.add(consumer)
                     left.append(consumer)

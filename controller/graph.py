@@ -5,6 +5,11 @@ only way to draw an edge, so a built program cannot have a cycle or an unknown r
 to the same rules by its constructor. A program that exists is valid in itself; whether its slices and pools exist is
 asked of a cluster with `Program.check_placements`.
 
+A *method* runs on a worker's service, a *function* is an exported JAX function named by its digest, a *select* takes one
+of several outputs, a *transfer* holds an object on another slice. Functions and selects are dispatched in *sequences*
+(sequences.py), which nobody writes by hand. A program may have parameters, which an execution binds to objects that exist
+already, and outputs, whose objects outlive the execution.
+
     b = ProgramBuilder("step")
     groups = [b.call("rollout", "generate", on=Pool("inference"), options={"offset": g}) for g in range(8)]
     scores = [b.call("reward", "score", group, on=Pool("reward")) for group in groups]
@@ -17,111 +22,49 @@ Must not know: workers, sockets, time, executions. Called by the run builders, t
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
+from waypath.controller.checks import check_donations, check_edges, check_names, check_nodes, topological
+from waypath.controller.nodes import (
+    MAX_NODES,
+    Aval,
+    Kind,
+    Leaf,
+    Node,
+    OnWorkerLost,
+    Param,
+    Place,
+    Pool,
+    Slice,
+    dump_options,
+)
 from waypath.proto.errors import GraphError
 
-Kind = Literal["method", "transfer"]
-KINDS: tuple[str, ...] = get_args(Kind)
-OnWorkerLost = Literal["fail", "retry", "drop"]
-ON_WORKER_LOST: tuple[str, ...] = get_args(OnWorkerLost)
-MAX_NODES = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A place: the named slice, all of its workers, in order."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"slice {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A place: one ready member of the named pool, chosen by the scheduler when the node is executed."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"pool {self.name}"
-
-
-Place = Slice | Pool
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One sharded computation. `options_json` is compact JSON, so that a node is immutable and hashable.
-
-    `deadline_s` counts from the moment the worker is told to run the node (0: no deadline of its own).
-
-    `on_worker_lost` says what becomes of the node when a worker that ran it, or held its object while somebody needed it,
-    is gone: `fail` the execution; `retry` the node elsewhere, or on the same slice when that is back; `drop` the node,
-    which then has no result, and go on (only for a node that nothing reads). A node to `drop` that raises is dropped too,
-    with the error's text for a result; any other that raises fails the execution.
-    """
-
-    node_id: str
-    kind: str
-    service: str
-    method: str
-    place: Place
-    inputs: tuple[str, ...] = ()
-    options_json: str = "{}"
-    deadline_s: float = 0.0
-    on_worker_lost: str = "fail"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """A fresh copy of the options."""
-        options: dict[str, Any] = json.loads(self.options_json)
-        return options
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the JSON form; `from_json` reads it back."""
-        return {
-            "node_id": self.node_id,
-            "kind": self.kind,
-            "service": self.service,
-            "method": self.method,
-            "slice" if isinstance(self.place, Slice) else "pool": self.place.name,
-            "inputs": list(self.inputs),
-            "options": self.options,
-            "deadline_s": self.deadline_s,
-            "on_worker_lost": self.on_worker_lost,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Node:
-        """Reads the JSON form; raises GraphError naming the node and the key that is wrong."""
-        name = str(value.get("node_id", "?"))
-        try:
-            place: Place = Slice(str(value["slice"])) if "slice" in value else Pool(str(value["pool"]))
-            return cls(
-                node_id=str(value["node_id"]),
-                kind=str(value["kind"]),
-                service=str(value["service"]),
-                method=str(value["method"]),
-                place=place,
-                inputs=tuple(str(i) for i in value.get("inputs", ())),
-                options_json=_dump_options(name, value.get("options", {})),
-                deadline_s=float(value.get("deadline_s", 0.0)),
-                on_worker_lost=str(value.get("on_worker_lost", "fail")),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise GraphError(f"malformed node: {type(error).__name__}: {error}", where=f"node {name}") from None
+__all__ = [
+    "MAX_NODES",
+    "Aval",
+    "Handle",
+    "Leaf",
+    "Node",
+    "Param",
+    "Place",
+    "Pool",
+    "Program",
+    "ProgramBuilder",
+    "Slice",
+]
 
 
 @dataclass(frozen=True)
 class Program:
     """An immutable, valid DAG. Raises GraphError on construction where it is not one.
+
+    `params` are bound to objects by each execution; the objects that `outputs` names outlive it, until they are deleted
+    or their owner's lease ends. Parameters and objects share one name space.
 
     `nodes` may be given in any order; they are kept in a stable topological order (that of `nodes` where it already is
     one), which is the order of execution on every worker. `node_id`s are unique in a program.
@@ -129,25 +72,91 @@ class Program:
 
     name: str
     nodes: tuple[Node, ...]
+    params: tuple[Param, ...] = ()
+    outputs: tuple[str, ...] = ()
     by_id: Mapping[str, Node] = field(init=False, repr=False, compare=False)
+    producers: Mapping[str, Node] = field(init=False, repr=False, compare=False)
     consumers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_id = _check_nodes(self.name, self.nodes)
-        order = _topological(self.name, self.nodes)
-        consumers: dict[str, list[str]] = {node_id: [] for node_id in by_id}
+        by_id = check_nodes(self.name, self.nodes)
+        producers = {name: node for node in self.nodes for name in node.objects}
+        params = check_names(self, by_id, producers)
+        order = topological(self.name, self.nodes, producers)
+        consumers: dict[str, list[str]] = {name: [] for name in (*params, *producers)}
         for node in order:
             for source in dict.fromkeys(node.inputs):
                 consumers[source].append(node.node_id)
         object.__setattr__(self, "nodes", order)
         object.__setattr__(self, "by_id", by_id)
+        object.__setattr__(self, "producers", producers)
         object.__setattr__(self, "consumers", {k: tuple(v) for k, v in consumers.items()})
+        check_donations(self)
+        check_edges(self)
+
+    @cached_property
+    def by_param(self) -> Mapping[str, Param]:
+        """The parameters by name."""
+        return {param.name: param for param in self.params}
+
+    @cached_property
+    def sources(self) -> Mapping[str, tuple[str, ...]]:
+        """Node id → the nodes whose objects it reads, each once."""
+        return {
+            node.node_id: tuple(
+                dict.fromkeys(self.producers[name].node_id for name in node.inputs if name in self.producers)
+            )
+            for node in self.nodes
+        }
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        """Node id → the nodes that read its objects, each once."""
+        return {
+            node.node_id: tuple(dict.fromkeys(reader for name in node.objects for reader in self.consumers[name]))
+            for node in self.nodes
+        }
+
+    @cached_property
+    def size(self) -> int:
+        """How much it does: its nodes, each step of a sequence for one."""
+        return sum(len(node.steps) or 1 for node in self.nodes)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The outputs as a set."""
+        return frozenset(self.outputs)
+
+    def place_of(self, name: str) -> Place:
+        """Where the object `name` (a node's or a parameter) lies."""
+        param = self.by_param.get(name)
+        return param.place if param is not None else self.producers[name].place
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of the content; equal programs have equal digests, in whatever process they were built."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        hashed = hashlib.sha256()
+        avals: dict[Aval, str] = {}
+
+        def add(*parts: Any) -> None:
+            hashed.update(json.dumps(parts).encode() + b"\n")
+
+        def text(aval: Aval) -> str:
+            if aval not in avals:
+                avals[aval] = json.dumps([leaf.to_json() for leaf in aval])
+            return avals[aval]
+
+        add(self.name, self.outputs)
+        for param in self.params:
+            add(param.name, param.place.name, text(param.aval))
+        for node in self.nodes:
+            add(
+                (node.node_id, node.kind, node.service, node.method, str(node.place), node.inputs, node.options_json),
+                (node.deadline_s, node.on_worker_lost, node.donates),
+                [text(aval) for aval in node.takes],
+                [text(aval) for aval in node.gives],
+            )
+        return hashed.hexdigest()
 
     @property
     def program_id(self) -> str:
@@ -164,6 +173,32 @@ class Program:
         """Names of the pools that nodes are placed on, in order of first use."""
         return tuple(dict.fromkeys(n.place.name for n in self.nodes if isinstance(n.place, Pool)))
 
+    def slice_of(self, name: str) -> str:
+        """The slice that the object `name` lies on; "" where it is on a pool."""
+        place = self.place_of(name)
+        return place.name if isinstance(place, Slice) else ""
+
+    def aval_of(self, name: str) -> Aval:
+        """What is known of the object `name`: () where nothing is."""
+        found = self._avals.get(name)
+        return found or ()
+
+    @cached_property
+    def _avals(self) -> dict[str, Aval]:
+        known = {param.name: param.aval for param in self.params}
+        steps = {step.node_id: step for node in self.nodes for step in (node.steps or (node,))}
+        for name, step in steps.items():
+            if step.kind == "select":
+                known[name] = steps[step.inputs[0]].gives[step.options["index"]]
+            elif len(step.gives) == 1:
+                known[name] = step.gives[0]
+        return known
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The slices, then the pools, that nodes are placed on."""
+        return (*map(Slice, self.slices), *map(Pool, self.pools))
+
     def check_placements(self, slices: Collection[str], pools: Collection[str]) -> None:
         """Raises GraphError for the first node placed on a slice or pool that the cluster does not have."""
         for node in self.nodes:
@@ -173,6 +208,12 @@ class Program:
                     f"placed on {kind} {node.place.name!r}, which does not exist; this cluster has {_listed(known)}",
                     where=f"program {self.name}, node {node.node_id}",
                 )
+        for param in self.params:
+            if param.place.name not in slices:
+                raise GraphError(
+                    f"lies on {param.place}, which does not exist; this cluster has {_listed(slices)}",
+                    where=f"program {self.name}, parameter {param.name}",
+                )
 
     def fragment(self, places: Iterable[Place]) -> tuple[Node, ...]:
         """Returns the nodes that a worker belonging to `places` may have to run, in program order."""
@@ -181,7 +222,12 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON form; `from_json` reads it back to an equal program."""
-        return {"name": self.name, "nodes": [node.to_json() for node in self.nodes]}
+        value: dict[str, Any] = {"name": self.name, "nodes": [node.to_json() for node in self.nodes]}
+        if self.params:
+            value["params"] = [[p.name, p.place.name, [leaf.to_json() for leaf in p.aval]] for p in self.params]
+        if self.outputs:
+            value["outputs"] = list(self.outputs)
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Program:
@@ -189,7 +235,16 @@ class Program:
         name, nodes = value.get("name"), value.get("nodes")
         if not isinstance(name, str) or not isinstance(nodes, list):
             raise GraphError("a program needs a text `name` and a list `nodes`")
-        return cls(name, tuple(Node.from_json(node) for node in nodes))
+        try:
+            params = tuple(
+                Param(str(p), Slice(str(place)), tuple(Leaf.from_json(leaf) for leaf in aval))
+                for p, place, aval in value.get("params", ())
+            )
+            outputs = tuple(str(name) for name in value.get("outputs", ()))
+        except (TypeError, ValueError) as error:
+            raise GraphError(f"malformed params or outputs: {error}", where=f"program {name}") from None
+        known: dict[str, Aval] = {}
+        return cls(name, tuple(Node.from_json(node, known) for node in nodes), params, outputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,6 +262,8 @@ class ProgramBuilder:
         self.name = name
         self._nodes: dict[str, Node] = {}
         self._counts: dict[str, int] = {}
+        self._params: dict[str, Param] = {}
+        self._outputs: list[str] = []
 
     def call(
         self,
@@ -218,21 +275,73 @@ class ProgramBuilder:
         deadline_s: float = 0.0,
         on_worker_lost: OnWorkerLost | None = None,
         node_id: str | None = None,
+        gives: Aval = (),
     ) -> Handle:
         """Adds a service method that reads `inputs`.
 
         `node_id` defaults to `method_k`, k counting the method's nodes. `on_worker_lost` (see `Node`) defaults to `retry`
         on a pool and to `fail` on a slice. Raises GraphError on a handle of another builder, a taken id or options that are not JSON.
         """
-        return self._add("method", service, method, inputs, on, options, deadline_s, on_worker_lost, node_id)
+        typed = {"gives": (gives,)} if gives else {}
+        return self._add("method", service, method, inputs, on, options, deadline_s, on_worker_lost, node_id, **typed)
 
-    def transfer(self, source: Handle, *, on: Place, deadline_s: float = 0.0, node_id: str | None = None) -> Handle:
-        """Adds a node that holds `source`'s object on another slice, unchanged."""
-        return self._add("transfer", "", "transfer", (source,), on, None, deadline_s, "retry", node_id)
+    def transfer(
+        self,
+        source: Handle,
+        *,
+        on: Place,
+        deadline_s: float = 0.0,
+        node_id: str | None = None,
+        takes: Aval | None = None,
+        gives: Aval | None = None,
+    ) -> Handle:
+        """Adds a node that holds `source`'s object on another slice: unchanged, or with the shardings of `gives`."""
+        typed = {} if takes is None or gives is None else {"takes": (takes,), "gives": (gives,)}
+        on_worker_lost: OnWorkerLost = "fail" if typed else "retry"
+        return self._add("transfer", "", "transfer", (source,), on, None, deadline_s, on_worker_lost, node_id, **typed)
+
+    def function(
+        self,
+        digest: str,
+        *inputs: Handle,
+        on: Slice,
+        takes: Sequence[Aval],
+        gives: Sequence[Aval],
+        donates: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+        deadline_s: float = 0.0,
+        name: str = "function",
+    ) -> tuple[Handle, ...]:
+        """Adds a call of the exported function `digest`; returns one handle an output. `name` is for node ids and errors."""
+        node_id = self._numbered(name)
+        typed: dict[str, Any] = {"takes": tuple(takes), "gives": tuple(gives), "donates": tuple(sorted(donates))}
+        called = self._add(
+            "function", "", digest, inputs, on, {"name": name, **(options or {})}, deadline_s, "fail", node_id, **typed
+        )
+        if len(typed["gives"]) == 1:
+            return (called,)
+        return tuple(
+            self._add("select", "", "select", (called,), on, {"index": k}, 0.0, "fail", f"{node_id}.{k}")
+            for k in range(len(typed["gives"]))
+        )
+
+    def param(self, name: str, *, on: Slice, aval: Aval = ()) -> Handle:
+        """Adds a parameter: an object on a slice that each execution names."""
+        if name in self._params or name in self._nodes:
+            raise GraphError(f"the name {name!r} is taken", where=f"program {self.name}")
+        self._params[name] = Param(name, on, aval)
+        return Handle(self, name)
+
+    def output(self, handle: Handle) -> None:
+        """Keeps the object of `handle` beyond the execution."""
+        if handle.builder is not self:
+            raise GraphError(f"output: {handle.node_id!r} is of builder {handle.builder.name!r}", where=self.name)
+        if handle.node_id not in self._outputs:
+            self._outputs.append(handle.node_id)
 
     def build(self) -> Program:
         """Returns the program; raises GraphError where it is empty."""
-        return Program(self.name, tuple(self._nodes.values()))
+        return Program(self.name, tuple(self._nodes.values()), tuple(self._params.values()), tuple(self._outputs))
 
     def _add(
         self,
@@ -245,12 +354,13 @@ class ProgramBuilder:
         deadline_s: float,
         on_worker_lost: OnWorkerLost | None,
         node_id: str | None,
+        **typed: Any,
     ) -> Handle:
         if node_id is None:
-            number = self._counts.get(method, 0)
-            self._counts[method] = number + 1
-            node_id = f"{method}_{number}"
+            node_id = self._numbered(method)
         where = f"program {self.name}, node {node_id}"
+        if node_id in self._params:
+            raise GraphError("a parameter has that name", where=where)
         if node_id in self._nodes:
             raise GraphError(f"node id {node_id!r} is taken by {self._nodes[node_id]}", where=where)
         for position, handle in enumerate(inputs):
@@ -269,98 +379,17 @@ class ProgramBuilder:
             method=method,
             place=on,
             inputs=tuple(handle.node_id for handle in inputs),
-            options_json=_dump_options(node_id, options or {}),
+            options_json=dump_options(node_id, options or {}),
             deadline_s=deadline_s,
             on_worker_lost=on_worker_lost or ("retry" if isinstance(on, Pool) else "fail"),
+            **typed,
         )
         return Handle(self, node_id)
 
-
-def _dump_options(node_id: str, options: object) -> str:
-    """Returns `options` as compact, key-sorted JSON; raises GraphError where they are not a JSON object."""
-    if not isinstance(options, Mapping):
-        raise GraphError(f"options: expected an object, found {type(options).__name__}", where=f"node {node_id}")
-    try:
-        return json.dumps(dict(options), sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise GraphError(f"options are not JSON: {error}", where=f"node {node_id}") from None
-
-
-def _check_nodes(name: str, nodes: tuple[Node, ...]) -> dict[str, Node]:
-    """Returns the nodes by id; raises GraphError on an id, kind, deadline or input that cannot be."""
-    if not name:
-        raise GraphError("a program needs a name")
-    if not 0 < len(nodes) <= MAX_NODES:
-        raise GraphError(f"expected 1 to {MAX_NODES} nodes, found {len(nodes)}", where=f"program {name}")
-    by_id: dict[str, Node] = {}
-    for node in nodes:
-        where = f"program {name}, node {node.node_id}"
-        if not node.node_id or "/" in node.node_id:
-            raise GraphError(f"node id {node.node_id!r}: expected a non-empty text without '/'", where=where)
-        if node.node_id in by_id:
-            raise GraphError(f"duplicate node id; first used by {by_id[node.node_id]}", where=where)
-        if node.kind not in KINDS:
-            raise GraphError(f"kind: expected one of {list(KINDS)}, found {node.kind!r}", where=where)
-        if not isinstance(node.place, Slice | Pool):
-            raise GraphError(f"place: expected a Slice or a Pool, found {node.place!r}", where=where)
-        if not node.method or (node.kind != "transfer" and not node.service):
-            raise GraphError(f"expected a service and a method, found {node.service!r}.{node.method!r}", where=where)
-        if node.kind == "transfer" and len(node.inputs) != 1:
-            raise GraphError(f"a transfer has 1 input, found {len(node.inputs)}", where=where)
-        if not 0.0 <= node.deadline_s < float("inf"):
-            raise GraphError(f"deadline_s: expected a number ≥ 0, found {node.deadline_s}", where=where)
-        if node.on_worker_lost not in ON_WORKER_LOST:
-            raise GraphError(
-                f"on_worker_lost: expected one of {list(ON_WORKER_LOST)}, found {node.on_worker_lost!r}", where=where
-            )
-        by_id[node.node_id] = node
-    for node in nodes:
-        for position, source in enumerate(node.inputs):
-            if source not in by_id:
-                raise GraphError(
-                    f"input {position}: expected the id of a node, found {source!r}, which is not in the program",
-                    where=f"program {name}, node {node.node_id}",
-                )
-            if by_id[source].on_worker_lost == "drop":
-                raise GraphError(
-                    f"input {position}: {source} may be dropped, expected a node that always has an object",
-                    where=f"program {name}, node {node.node_id}",
-                )
-    return by_id
-
-
-def _topological(name: str, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Returns the topological order that is nearest to the given one; raises GraphError naming a cycle."""
-    position = {node.node_id: i for i, node in enumerate(nodes)}
-    missing = [len(set(node.inputs)) for node in nodes]
-    readers: list[list[int]] = [[] for _ in nodes]
-    for i, node in enumerate(nodes):
-        for source in set(node.inputs):
-            readers[position[source]].append(i)
-    ready = [i for i, count in enumerate(missing) if count == 0]
-    order: list[Node] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(nodes[i])
-        for reader in readers[i]:
-            missing[reader] -= 1
-            if missing[reader] == 0:
-                heapq.heappush(ready, reader)
-    if len(order) < len(nodes):
-        blocked = [node for i, node in enumerate(nodes) if missing[i] > 0]
-        raise GraphError(f"cycle: {' → '.join(_cycle(blocked))}", where=f"program {name}")
-    return tuple(order)
-
-
-def _cycle(blocked: list[Node]) -> list[str]:
-    """Returns the ids along one cycle among nodes of which each waits for another of them."""
-    waits = {node.node_id: node for node in blocked}
-    path = [blocked[0].node_id]
-    while True:
-        following = next(source for source in waits[path[-1]].inputs if source in waits)
-        if following in path:
-            return [*path[path.index(following) :], following][::-1]
-        path.append(following)
+    def _numbered(self, name: str) -> str:
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        return f"{name}_{number}"
 
 
 def _listed(names: Collection[str]) -> str:

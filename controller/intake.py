@@ -22,17 +22,20 @@ def judge(
     if not resources.is_current(event.worker, event.incarnation):
         return "that process is not live"
     task = execution.tasks.get(event.node_id)
-    what = f"{type(event).__name__} of {event.node_id}#{event.attempt} from {event.worker} ({cause})"
     if task is None:
-        raise execution.illegal(f"{what}: no such node")
+        raise execution.illegal(f"{_what(event, cause)}: no such node")
     if event.attempt < task.attempt:
         return f"attempt {task.attempt} is the current one"
     if event.attempt > task.attempt or task.state is TaskState.WAITING:
-        raise execution.illegal(f"{what}: attempt {event.attempt} was never sent")
+        raise execution.illegal(f"{_what(event, cause)}: attempt {event.attempt} was never sent")
     if task.state is TaskState.DROPPED:
         return "the node was dropped"
     if event.worker not in task.workers:
-        raise execution.illegal(f"{what}: it was sent to {list(task.workers)}")
+        raise execution.illegal(f"{_what(event, cause)}: it was sent to {list(task.workers)}")
     if event.worker in task.results:
         return "a duplicate"
     return task
+
+
+def _what(event: NodeFinished | NodeFailed, cause: str) -> str:
+    return f"{type(event).__name__} of {event.node_id}#{event.attempt} from {event.worker} ({cause})"

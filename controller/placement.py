@@ -7,12 +7,14 @@ know: messages, recovery. Called by the scheduler.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from waypath.controller.credits import Credits
 from waypath.controller.execution import Execution, Task, TaskTrigger
-from waypath.controller.graph import Place, Pool, Slice
+from waypath.controller.graph import Place, Pool, Program
 from waypath.controller.resources import Resources
+
+MAX_NAMED = 8
 
 
 def spread(count: int, loads: Sequence[int]) -> list[int]:
@@ -36,12 +38,6 @@ def spread(count: int, loads: Sequence[int]) -> list[int]:
     return [index for index, share in enumerate(quota) for _ in range(share)]
 
 
-def places_of(execution: Execution) -> list[Place]:
-    """The slices and pools that the execution's program uses."""
-    program = execution.program
-    return [*map(Slice, program.slices), *map(Pool, program.pools)]
-
-
 def candidates(resources: Resources, place: Place) -> tuple[str, ...]:
     """The slices that a node on `place` could go to now; none where the slice is not up or the pool has no ready member."""
     if isinstance(place, Pool):
@@ -49,9 +45,9 @@ def candidates(resources: Resources, place: Place) -> tuple[str, ...]:
     return () if resources.missing(place.name) else (place.name,)
 
 
-def reach(execution: Execution, resources: Resources) -> set[str]:
-    """The workers that the execution could go to now."""
-    names = [name for place in places_of(execution) for name in candidates(resources, place)]
+def reach(program: Program, resources: Resources) -> set[str]:
+    """The workers that an execution of the program could go to now."""
+    names = [name for place in program.places for name in candidates(resources, place)]
     return {worker for name in names for worker in resources.slices[name]}
 
 
@@ -62,7 +58,7 @@ def blockers(
     full: list[str] = []
     absent: list[Place] = []
     others = list(running)
-    for place in places_of(execution):
+    for place in execution.program.places:
         slices = candidates(resources, place)
         if not slices:
             waiting = sum(any(task.node.place == place for task in o.waiting.values()) for o in others)
@@ -75,27 +71,47 @@ def blockers(
     return list(dict.fromkeys(full)), absent
 
 
-def place(execution: Execution, resources: Resources, credits: Credits, cause: str) -> list[Task]:
+def place(
+    execution: Execution,
+    resources: Resources,
+    credits: Credits,
+    cause: str,
+    must_wait: Callable[[Task, Collection[str]], bool],
+) -> list[Task]:
     """Gives waiting nodes their workers, where there are any; returns these tasks in program order.
 
+    A node that consumes an object stays where `must_wait` says so, given the nodes that stay anyway. So does one on device arrays
+    whose inputs come from nodes that stay: on its workers it would stand before those in the lane, and wait for ever.
     Nodes of one pool and method are spread together. Members without credit are used only where all are full: an
     execution that was admitted is not held back again.
     """
     groups: dict[tuple[Place, str, str], list[Task]] = {}
-    for node in execution.program.nodes:
-        if node.node_id in execution.waiting:
-            groups.setdefault((node.place, node.service, node.method), []).append(execution.tasks[node.node_id])
-    placed: set[str] = set()
-    for (where, _, _), tasks in groups.items():
-        slices = candidates(resources, where)
-        if not slices:
-            continue
-        free = [s for s in slices if not any(map(credits.is_full, resources.slices[s]))] or list(slices)
-        loads = [max(map(credits.nodes, resources.slices[name])) for name in free]
-        for task, index in zip(tasks, spread(len(tasks), loads), strict=True):
-            task.workers = resources.slices[free[index]]
-            task.advance(TaskTrigger.PLACED, cause, ", ".join(task.workers))
-            placed.add(task.node_id)
+    back: set[str] = set()
+    where: dict[Place, tuple[str, ...]] = {}
+    for task in execution.in_order(execution.waiting):
+        node = task.node
+        if node.place not in where:
+            where[node.place] = candidates(resources, node.place)
+        on_device = node.kind == "sequence" or (node.kind == "transfer" and node.takes)
+        if (
+            not where[node.place]
+            or (back and on_device and any(source.node_id in back for source in task.inputs()))
+            or (node.donates and must_wait(task, back))
+        ):
+            back.add(node.node_id)
+        else:
+            groups.setdefault((node.place, node.service, node.method), []).append(task)
+    placed: dict[str, Task] = {}
+    for (spot, _, _), tasks in groups.items():
+        names = where[spot]
+        members = [0] * len(tasks)
+        if len(names) > 1:
+            names = tuple(s for s in names if not any(map(credits.is_full, resources.slices[s]))) or names
+            members = spread(len(tasks), [max(map(credits.nodes, resources.slices[name])) for name in names])
+        for task, index in zip(tasks, members, strict=True):
+            task.workers = resources.slices[names[index]]
+            task.advance(TaskTrigger.PLACED, cause, ", ".join(task.workers[:MAX_NAMED]))
+            placed[task.node_id] = task
             for worker in task.workers:
                 credits.take(worker, execution.execution_id)
-    return [execution.tasks[node.node_id] for node in execution.program.nodes if node.node_id in placed]
+    return execution.in_order(placed)

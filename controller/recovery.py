@@ -40,7 +40,7 @@ def decide(execution: Execution, lost: str, objects: ObjectDirectory) -> Recover
         again[task.node_id] = task
         left.extend(source for source in task.inputs() if _is_gone(source, objects))
     in_order = tuple(task for node_id, task in execution.tasks.items() if node_id in again)
-    fatal = next((task for task in in_order if task.node.on_worker_lost == "fail"), None)
+    fatal = next((task for task in in_order if not _may_run_again(task)), None)
     return Recovery(in_order, dropped, fatal)
 
 
@@ -49,8 +49,15 @@ def _is_hit(task: Task, lost: str, objects: ObjectDirectory) -> bool:
         return False
     if task.state is TaskState.SENT:
         return True
-    return task.state is TaskState.FINISHED and objects[task.object_id].state is ObjectState.HELD
+    held = (objects[oid].state is ObjectState.HELD for oid in task.object_ids.values())
+    return task.state is TaskState.FINISHED and any(held)
 
 
 def _is_gone(task: Task, objects: ObjectDirectory) -> bool:
-    return task.state is TaskState.FINISHED and objects[task.object_id].state is not ObjectState.HELD
+    gone = (objects[oid].state is not ObjectState.HELD for oid in task.object_ids.values())
+    return task.state is TaskState.FINISHED and any(gone)
+
+
+def _may_run_again(task: Task) -> bool:
+    """An output may have been read elsewhere already: it is not computed twice."""
+    return task.node.on_worker_lost != "fail" and task.execution.program.kept.isdisjoint(task.node.objects)

@@ -10,9 +10,10 @@ Must not know: programs, executions, sockets. Called by the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from waypath.controller.commands import WorkerJoined
+from waypath.controller.allocation import Grant, Host, allocate
+from waypath.controller.commands import Device, SliceRequested, WorkerJoined
 from waypath.controller.graph import Place, Pool, Slice
 from waypath.proto.errors import ConfigError, NameTakenError, NotFoundError
 
@@ -26,21 +27,31 @@ class LiveWorker:
     world: str
     process_index: int
     process_count: int
+    devices: tuple[Device, ...] = ()
+    platform: str = ""
 
 
 class Resources:
     """The cluster as the scheduler sees it.
 
     `slices`: name → its workers, in process order. `pools`: name → the slices that may be members, in order of
-    preference. Raises ConfigError on an empty slice, a worker twice in one slice, or a pool of unknown slices.
+    preference. Raises ConfigError on an empty slice, a worker twice in one slice, or a pool of unknown slices. `grants`: the
+    virtual slices among `slices`, which come and go with those who asked for them. `device_bytes` is how much of a device's memory
+    objects may take; 0: as much as the device says it has.
     """
 
-    def __init__(self, slices: Mapping[str, Sequence[str]], pools: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, slices: Mapping[str, Sequence[str]], pools: Mapping[str, Sequence[str]], *, device_bytes: int = 0
+    ) -> None:
         self.slices = {name: tuple(workers) for name, workers in slices.items()}
         self.pools = {name: tuple(members) for name, members in pools.items()}
+        self.grants: dict[str, Grant] = {}
         self.live: dict[str, LiveWorker] = {}
+        self._worlds: dict[str, dict[str, LiveWorker]] = {}
         self._ready: dict[str, set[str]] = {pool: set() for pool in pools}
         self._places: dict[str, frozenset[Place]] = {}
+        self._device_bytes = device_bytes
+        self._serial = 0
         for name, workers in self.slices.items():
             if not workers or len(set(workers)) < len(workers):
                 raise ConfigError(f"slice {name!r}: expected one or more different workers, found {list(workers)}")
@@ -68,25 +79,60 @@ class Resources:
                 f"worker {event.worker!r} is alive as incarnation {known.incarnation}, found {event.incarnation}",
                 remedy="Give each worker its own name, or wait until the old one is declared lost.",
             )
-        if event.worker not in self._places:
+        if event.worker not in self._places and not event.devices:
             raise ConfigError(
-                f"worker {event.worker!r} belongs to no slice of this cluster; expected one of {sorted(self._places)}"
+                f"worker {event.worker!r} belongs to no slice of this cluster and has no devices; expected one of "
+                f"{sorted(self._places)}"
             )
         self._check_world(event)
-        self.live[event.worker] = LiveWorker(
+        live = LiveWorker(
             event.worker,
             event.incarnation,
             event.world or event.worker,
             event.process_index,
             event.process_count,
+            event.devices,
+            event.platform,
         )
+        self.live[event.worker] = live
+        self._worlds.setdefault(live.world, {})[event.worker] = live
         return True
 
     def lose(self, worker: str) -> None:
         """Forgets a live worker; pools lose the members that it was part of."""
-        del self.live[worker]
+        live = self.live.pop(worker)
+        del self._worlds[live.world][worker]
         for pool, ready in self._ready.items():
             self._ready[pool] = {member for member in ready if worker not in self.slices[member]}
+
+    def request(self, event: SliceRequested) -> Grant:
+        """Gives a virtual slice. Raises ConfigError where the name is taken or it cannot be placed; nothing is changed then."""
+        if not event.name or event.name in self.slices:
+            raise ConfigError(f"slice {event.name!r}: the name is taken or empty")
+        hosts = [self._host(worker) for worker in self.live.values() if worker.devices]
+        grant = allocate(event, hosts, self.grants)
+        self._serial += 1
+        grant = self.grants[event.name] = replace(grant, serial=self._serial)
+        self.slices[event.name] = grant.workers
+        for worker in grant.workers:
+            self._places[worker] = self._places.get(worker, frozenset()) | {Slice(event.name)}
+        return grant
+
+    def check_owner(self, name: str, owner: str) -> None:
+        """Raises NotFoundError where the owner has no virtual slice of that name."""
+        if name not in self.grants or self.grants[name].owner != owner:
+            raise NotFoundError(f"{owner} has no slice {name!r}")
+
+    def release(self, name: str) -> None:
+        """Takes a virtual slice back."""
+        grant = self.grants.pop(name)
+        del self.slices[name]
+        for worker in grant.workers:
+            left = self._places[worker] - {Slice(name)}
+            if left:
+                self._places[worker] = left
+            else:
+                del self._places[worker]
 
     def is_current(self, worker: str, incarnation: str) -> bool:
         """Says whether that very process is live."""
@@ -129,8 +175,18 @@ class Resources:
 
     def world_peers(self, worker: str) -> tuple[str, ...]:
         """The other live workers of a live worker's world."""
-        world = self.live[worker].world
-        return tuple(w.name for w in self.live.values() if w.world == world and w.name != worker)
+        return tuple(name for name in self._worlds[self.live[worker].world] if name != worker)
+
+    def _host(self, worker: LiveWorker) -> Host:
+        return Host(
+            worker.name,
+            worker.world,
+            worker.process_index,
+            worker.process_count,
+            worker.platform,
+            tuple(device.local_id for device in worker.devices),
+            self._device_bytes or min(device.memory_bytes for device in worker.devices),
+        )
 
     def _check_member(self, pool: str, member: str) -> None:
         if pool not in self.pools:
@@ -146,9 +202,7 @@ class Resources:
                 f"world {world!r}: process index {event.process_index} of {event.process_count} processes",
                 where=where,
             )
-        for peer in self.live.values():
-            if peer.world != world:
-                continue
+        for peer in self._worlds.get(world, {}).values():
             if peer.process_count != event.process_count:
                 raise ConfigError(
                     f"world {world!r}: expected {peer.process_count} processes as {peer.name} says, "
@@ -160,9 +214,13 @@ class Resources:
                     f"world {world!r}: process index {event.process_index} is taken by {peer.name}",
                     where=where,
                 )
-        for name, workers in self.slices.items():
-            if event.worker not in workers:
+        for place in self._places.get(event.worker, ()):
+            if not isinstance(place, Slice):
                 continue
+            name, workers = place.name, self.slices[place.name]
+            grant = self.grants.get(name)
+            if grant is not None:
+                self._check_return(event, grant, where)
             if len(workers) > event.process_count:
                 raise ConfigError(
                     f"slice {name!r} has {len(workers)} workers, world {world!r} only {event.process_count} processes",
@@ -176,3 +234,15 @@ class Resources:
                         f"{event.worker} in {world!r}",
                         where=where,
                     )
+
+    def _check_return(self, event: WorkerJoined, grant: Grant, where: str) -> None:
+        """Raises ConfigError where a worker comes back to a virtual slice as another than it was."""
+        found = (event.world or event.worker, event.process_index)
+        expected = (grant.world, grant.indices[grant.workers.index(event.worker)])
+        lacking = {local for name, local in grant.devices if name == event.worker} - {d.local_id for d in event.devices}
+        if found != expected or lacking:
+            raise ConfigError(
+                f"slice {grant.name!r} of {grant.owner} expects it as process {expected[1]} of world {expected[0]!r}, found "
+                f"process {found[1]} of {found[0]!r}, without the devices {sorted(lacking)}",
+                where=where,
+            )

@@ -13,12 +13,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from waypath.controller import commands as c
 from waypath.controller.connection import Connection, command_message, node_event, phase_spans
+from waypath.controller.functions import FunctionStore
 from waypath.controller.graph import Program
 from waypath.controller.resources import Resources
 from waypath.controller.runs.trace import PhaseSpan
@@ -27,6 +28,7 @@ from waypath.proto import version
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import (
     DeadlineError,
+    NameTakenError,
     NotFoundError,
     ProtocolError,
     RemoteError,
@@ -40,12 +42,27 @@ HEARTBEAT_TIMEOUT_S = 45.0
 LIVENESS_PERIOD_S = 1.0
 WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
+PEERS_DELAY_S = 0.0005
+MAX_PEERS_DELAY_S = 0.5
+TOLD_AT_ONCE = 16
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 JoinedHook = Callable[[str, str], None]
 LostHook = Callable[[str, str, str], None]
 
 log = logging.getLogger("waypath.controller")
+
+
+class Listener(Protocol):
+    """Hears what becomes of an execution."""
+
+    def node_completed(self, node_id: str, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """A node has finished everywhere."""
+        ...
+
+    def completed(self, command: c.ExecutionCompleted) -> None:
+        """The execution is over."""
+        ...
 
 
 class Execution:
@@ -93,17 +110,24 @@ class Execution:
 class Runtime(WorkerServicer):
     """Workers' streams on one side, executions on the other, the scheduler between."""
 
-    def __init__(self, resources: Resources, cluster_id: str, epoch: int) -> None:
+    def __init__(
+        self, resources: Resources, cluster_id: str, epoch: int, functions: FunctionStore | None = None
+    ) -> None:
+        self.functions = functions or FunctionStore()
         self.cluster_id = cluster_id
         self.epoch = epoch
         self.scheduler = Scheduler(resources)
         self.connections: dict[str, Connection] = {}
-        self._executions: dict[str, Execution] = {}
+        self._executions: dict[str, Listener] = {}
         self._owners: dict[str, str] = {}
         self._spans: dict[str, deque[PhaseSpan]] = {}
         self._hooks: list[tuple[JoinedHook, LostHook]] = []
         self._number = 0
         self._changed = asyncio.Condition()
+        self._arrived: dict[str, Connection] = {}
+        self._untold: dict[str, Connection] = {}
+        self._departed: dict[str, None] = {}
+        self._telling: asyncio.TimerHandle | None = None
         self._closing = False
 
     # What runs use
@@ -116,19 +140,38 @@ class Runtime(WorkerServicer):
         self._executions[execution_id] = execution
         self._owners[execution_id] = owner
         try:
-            self._handle(c.ExecutionSubmitted(execution_id, program, args, owner))
+            self.handle(c.ExecutionSubmitted(execution_id, program, args, owner))
         except WaypathError:
             self._forget(execution_id)
             raise
         return execution
 
+    def start(
+        self,
+        execution_id: str,
+        program: Program,
+        args: Mapping[str, Any],
+        owner: str,
+        bindings: Mapping[str, str],
+        listener: Listener,
+    ) -> None:
+        """Dispatches an execution under an id that its owner chose; `listener` hears of its end. Raises as `submit`."""
+        if execution_id in self._executions:
+            raise NameTakenError(f"execution {execution_id} runs already")
+        self._executions[execution_id] = listener
+        try:
+            self.handle(c.ExecutionSubmitted(execution_id, program, args, owner, bindings))
+        except WaypathError:
+            self._forget(execution_id)
+            raise
+
     def cancel(self, execution: Execution, reason: str) -> None:
         """Stops an execution that nobody waits for any more; one that is over is left as it is."""
-        self._handle(c.ExecutionCancelled(execution.execution_id, reason))
+        self.handle(c.ExecutionCancelled(execution.execution_id, reason))
 
     def release(self, owner: str, reason: str) -> None:
         """Cancels what the owner still has and frees its objects."""
-        self._handle(c.OwnerReleased(owner, reason))
+        self.handle(c.OwnerReleased(owner, reason))
         self._spans.pop(owner, None)
 
     def take_spans(self, owner: str) -> list[PhaseSpan]:
@@ -138,7 +181,7 @@ class Runtime(WorkerServicer):
     def pool_ready(self, pool: str, member: str, incarnation: str) -> None:
         """Lets the scheduler place nodes of `pool` on `member`, unless that very process is gone meanwhile."""
         if self.incarnation(member) == incarnation:
-            self._handle(c.PoolMemberReady(pool, member))
+            self.handle(c.PoolMemberReady(pool, member))
 
     def ready_members(self, pool: str) -> tuple[str, ...]:
         """The members of a pool that may be given work now."""
@@ -225,6 +268,15 @@ class Runtime(WorkerServicer):
                 cause = str(error)
             self._lose(link, cause)
 
+    async def FetchFunction(self, request: pb.FetchFunctionRequest, context: Any) -> AsyncIterator[pb.FunctionChunk]:
+        """Streams an uploaded function to a worker."""
+        try:
+            for data in self.functions.chunks(request.digest):
+                yield pb.FunctionChunk(data=data)
+        except WaypathError as error:
+            context.set_trailing_metadata(trailer(error))
+            await context.abort(error.status, str(error))
+
     async def _admit(self, messages: AsyncIterator[pb.WorkerMessage], context: Any) -> Connection:
         link: Connection | None = None
         try:
@@ -238,13 +290,15 @@ class Runtime(WorkerServicer):
             if register.worker not in self.connections:  # else the scheduler refuses the name
                 self.connections[register.worker] = link
             link.send(pb.ControllerMessage(welcome=pb.Welcome(cluster_id=self.cluster_id, versions=ours)))
-            self._handle(
+            self.handle(
                 c.WorkerJoined(
                     worker=register.worker,
                     incarnation=register.incarnation,
                     world=register.world,
                     process_index=register.process_index,
                     process_count=max(1, register.process_count),
+                    devices=tuple(c.Device(d.local_id, d.kind, d.memory_bytes) for d in register.devices),
+                    platform=register.versions.platform,
                 )
             )
         except WaypathError as error:
@@ -254,7 +308,8 @@ class Runtime(WorkerServicer):
             context.set_trailing_metadata(trailer(error))
             await context.abort(error.status, str(error))
             raise
-        self._tell_peers()
+        self._arrived[link.worker] = link
+        self._tell_peers_soon()
         self.log(f"{link.worker} joined (pid {register.pid}, incarnation {register.incarnation})")
         for joined, _ in list(self._hooks):
             joined(link.worker, register.role)
@@ -271,7 +326,7 @@ class Runtime(WorkerServicer):
                 elif kind == "heartbeat":
                     link.heartbeat = message.heartbeat
                 elif kind == "ack":
-                    self._handle(c.Acked(link.worker, message.ack.sequence))
+                    self.handle(c.Acked(link.worker, message.ack.sequence))
                 elif kind == "nack":
                     raise ProtocolError(
                         f"worker {link.worker} refused message {message.nack.found} (expected {message.nack.expected}): "
@@ -289,9 +344,9 @@ class Runtime(WorkerServicer):
         if translated is None:
             return
         if isinstance(translated, c.NodeFailed) and self._may_be_a_symptom(link, translated):
-            asyncio.get_running_loop().call_later(WORLD_ERROR_DELAY_S, self._handle, translated)
+            asyncio.get_running_loop().call_later(WORLD_ERROR_DELAY_S, self.handle, translated)
         else:
-            self._handle(translated)
+            self.handle(translated)
 
     @staticmethod
     def _may_be_a_symptom(link: Connection, event: c.NodeFailed) -> bool:
@@ -306,9 +361,11 @@ class Runtime(WorkerServicer):
         del self.connections[link.worker]
         self.log(f"{link.worker} lost: {cause}")
         try:
-            self._handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
+            self.handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
         finally:
-            self._tell_peers()
+            self._arrived.pop(link.worker, None)
+            self._departed[link.worker] = None
+            self._tell_peers_soon()
             for _, lost in list(self._hooks):
                 lost(link.worker, link.register.role, cause)
 
@@ -336,7 +393,7 @@ class Runtime(WorkerServicer):
 
     # The scheduler
 
-    def _handle(self, event: c.Event) -> None:
+    def handle(self, event: c.Event) -> None:
         """Applies an event and carries out all of its commands; a worker that cannot be told is lost after them."""
         for command in self.scheduler.handle(event):
             if isinstance(command, c.WorkerCommand):
@@ -363,20 +420,46 @@ class Runtime(WorkerServicer):
         self._executions.pop(execution_id, None)
         self._owners.pop(execution_id, None)
 
+    def _tell_peers_soon(self) -> None:
+        """Changes of the table are told together: at once in a small cluster, later where many workers would hear of each."""
+        if self._telling is None:
+            delay_s = min(MAX_PEERS_DELAY_S, PEERS_DELAY_S * len(self.connections))
+            self._telling = asyncio.get_running_loop().call_later(delay_s, self._tell_peers)
+
     def _tell_peers(self) -> None:
-        peers = pb.Peers()
-        for link in self.connections.values():
-            register = link.register
-            peers.peers.add(
-                worker=register.worker,
-                incarnation=register.incarnation,
-                data_addresses=register.data_addresses,
-                host_id=register.host_id,
-            )
-        for link in self.connections.values():
-            link.send(pb.ControllerMessage(peers=peers))
+        """Who arrived hears of everybody, everybody else of who came and went."""
+        self._telling = None
+        arrived, self._arrived = self._arrived, {}
+        departed, self._departed = self._departed, {}
+        self._untold |= arrived
+        news = pb.Peers(peers=[_peer(link) for link in arrived.values()], gone=departed)
+        for link in list(self.connections.values()):
+            if self._untold.get(link.worker) is not link:
+                link.send(pb.ControllerMessage(peers=news))
         self._lose_broken()
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Tells the whole table to some that arrived, and to more when the loop comes round: each copy is as long as the cluster."""
+        everybody = pb.Peers(peers=[_peer(link) for link in self.connections.values()]) if self._untold else None
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
+            worker, link = self._untold.popitem()
+            if self.connections.get(worker) is link:
+                link.send(pb.ControllerMessage(peers=everybody))
+        self._lose_broken()
+        if self._untold:
+            asyncio.get_running_loop().call_soon(self._tell_all)
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _peer(link: Connection) -> pb.Peer:
+    register = link.register
+    return pb.Peer(
+        worker=register.worker,
+        incarnation=register.incarnation,
+        data_addresses=register.data_addresses,
+        host_id=register.host_id,
+    )

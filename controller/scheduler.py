@@ -12,8 +12,13 @@ What it guarantees, after every event:
   a higher attempt (their inputs too, where those were freed already). One that must not run again fails the execution.
 - Errors are values: the first failure is the execution's outcome, what depends on it is poisoned, the rest is stopped. A
   node that may be dropped is no such failure: its error becomes its result and the others go on.
-- At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait in
-  order. An execution that was admitted is never held back again, so recovery cannot deadlock on credits.
+- At most `max_in_flight` executions are admitted to a worker (and as many may wait for an absent place); others wait, each
+  owner's in order, owners against each other by weight (fairness.py). An execution that was admitted is never held back again,
+  so recovery cannot deadlock on credits; only a node that consumes an object waits for those that read it before.
+- Device memory that outputs will take is reserved at admission and kept until they are freed (memory.py); what does not fit
+  now waits, and status says for what; what can never fit is refused.
+- An output outlives its execution until its owner deletes it or is released; if it cannot be had, whoever is bound to it fails
+  with the root cause.
 
 Late events (of a lost process, an old attempt, an execution that is over) are dropped and recorded in `dropped`.
 Impossible ones raise IllegalTransitionError with the execution's history; the state is then as before.
@@ -24,29 +29,28 @@ Must not know: sockets, time, protobuf, jax. Called by the server, from one thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
+from waypath.controller import bindings
 from waypath.controller import commands as c
+from waypath.controller.admission import MAX_QUEUED, Admission
 from waypath.controller.credits import Credits
-from waypath.controller.dispatch import execute, relocations
+from waypath.controller.dispatch import Dispatcher
 from waypath.controller.execution import Execution, ExecutionTrigger, Task, TaskState, TaskTrigger
-from waypath.controller.graph import Place, Slice
+from waypath.controller.graph import Program, Slice
 from waypath.controller.intake import judge
-from waypath.controller.objects import ObjectDirectory, ObjectState
-from waypath.controller.placement import blockers, place, reach
+from waypath.controller.lifetimes import Lifetimes
+from waypath.controller.memory import Memory
+from waypath.controller.objects import ObjectDirectory
+from waypath.controller.placement import place
 from waypath.controller.recovery import decide
 from waypath.controller.resources import Resources
 from waypath.controller.status import describe
-from waypath.proto.errors import (
-    CancelledError,
-    IllegalTransitionError,
-    LocalError,
-    WaypathError,
-    WorkerLostError,
-)
+from waypath.proto.errors import CancelledError, IllegalTransitionError, LocalError, WaypathError, WorkerLostError
 
-MAX_QUEUED = 256
+__all__ = ["KEPT_OVER", "MAX_QUEUED", "Scheduler"]
+
 KEPT_OVER = 256
 KEPT_DROPPED = 1024
 
@@ -60,13 +64,18 @@ class Scheduler:
         self.resources = resources
         self.credits = Credits(max_in_flight)
         self.objects = ObjectDirectory()
+        self.memory = Memory()
         self.running: dict[str, Execution] = {}
-        self.queue: dict[str, Execution] = {}
+        self.unplaced: dict[str, Execution] = {}
+        self.admission = Admission(resources, self.credits, self.objects, self.memory, self.running)
+        self.queue = self.admission.queue
         self.over: dict[str, Execution] = {}
         self.acknowledged: dict[str, int] = {}
         self.dropped: deque[tuple[c.Event, str]] = deque(maxlen=KEPT_DROPPED)
-        self._installed: dict[str, set[str]] = {}
-        self._gang: dict[str, int] = {}
+        self._dispatcher = Dispatcher(resources, self.objects)
+        self._lifetimes = Lifetimes(
+            self.objects, self.memory, resources.grants, self.running, self._release, self._more_room
+        )
         self._events = 0
         self._room = False
         self._out: list[c.Command] = []
@@ -75,8 +84,8 @@ class Scheduler:
     def handle(self, event: c.Event) -> list[c.Command]:
         """Applies one event. Returns the commands in the order in which they are to be sent.
 
-        Raises IllegalTransitionError on an event that cannot be; GraphError, ConfigError or NameTakenError where a
-        submission or a registration is refused: executions, objects, workers and credits are then as they were.
+        Raises IllegalTransitionError on an event that cannot be; GraphError, NotFoundError, ConfigError, LocalError or
+        NameTakenError where a request is refused: executions, objects, workers and credits are then as they were.
         """
         handler = _HANDLERS.get(type(event))
         if handler is None:
@@ -85,17 +94,20 @@ class Scheduler:
         self._cause = event.event_id or f"event {self._events}"
         self._out = []
         handler(self, event)
-        self._pump()
+        while self._lifetimes.doomed or self._room:
+            while self._lifetimes.doomed:  # first: what cannot have its objects is not sent
+                self._fail_bound(*self._lifetimes.doomed.popleft())
+            self._pump()
         return self._out
 
     # Workers and pools
 
     def _worker_joined(self, event: c.WorkerJoined) -> None:
         if self.resources.join(event):
-            self._installed[event.worker] = set()
+            self._dispatcher.joined(event.worker)
             self.credits.open(event.worker)
             self.acknowledged[event.worker] = 0
-            self._room = True
+            self._cluster_changed()
 
     def _worker_lost(self, event: c.WorkerLost) -> None:
         live = self.resources.live.get(event.worker)
@@ -105,17 +117,55 @@ class Scheduler:
             self._out.append(c.AbortWorld(peer, f"worker {event.worker} is lost: {event.cause}", cause=self._cause))
         self.resources.lose(event.worker)
         self.credits.close(event.worker)
-        del self._installed[event.worker]
+        self._dispatcher.lost(event.worker)
         del self.acknowledged[event.worker]
+        self._cluster_changed()
         for execution in list(self.running.values()):
             self._recover(execution, event)
+        for ref in self.objects.outputs_on(event.worker):
+            execution_id, _, name = ref.object_id.rpartition("/")
+            if execution_id not in self.running:
+                cause = f"worker {event.worker} was lost ({event.cause}) with object {name}"
+                self._lifetimes.poison(ref.object_id, WorkerLostError(cause, where=f"execution {execution_id}"))
+
+    def _slice_requested(self, event: c.SliceRequested) -> None:
+        self.resources.request(event)
+        self.memory.lay_out(self.resources.grants)
+        self._cluster_changed()
+
+    def _slice_released(self, event: c.SliceReleased) -> None:
+        """Executions that use it are cancelled, objects on it are lost: nothing may run on devices that are given back."""
+        self.resources.check_owner(event.name, event.owner)
+        spot = Slice(event.name)
+        for execution in [*self.running.values(), *self.queue.values()]:
+            program = execution.program
+            if spot in program.places or any(param.place == spot for param in program.params):
+                self._cancel(execution, f"slice {event.name} was released")
+        for oid in self.objects.on(spot):
+            self._lifetimes.drop(oid, f"was lost with slice {event.name}")
+        self._forget_slices([event.name])
+
+    def _forget_slices(self, names: Collection[str]) -> None:
+        for name in names:
+            self.resources.release(name)
+        if names:
+            self.memory.lay_out(self.resources.grants)
+            self._cluster_changed()
+
+    def _owner_joined(self, event: c.OwnerJoined) -> None:
+        self.admission.turns.weigh(event.owner, event.weight)
 
     def _pool_member_ready(self, event: c.PoolMemberReady) -> None:
         self.resources.member_ready(event.pool, event.slice)
-        self._room = True
+        self._cluster_changed()
 
     def _pool_member_removed(self, event: c.PoolMemberRemoved) -> None:
         self.resources.member_removed(event.pool, event.slice)
+        self._cluster_changed()
+
+    def _cluster_changed(self) -> None:
+        self.admission.cluster_changed()
+        self._room = True
 
     def _acked(self, event: c.Acked) -> None:
         if event.worker not in self.acknowledged:
@@ -128,15 +178,25 @@ class Scheduler:
         known = self._find(event.execution_id)
         if known is not None:
             raise known.illegal(f"submitted again ({self._cause})")
-        event.program.check_placements(self.resources.slices, self.resources.pools)
-        if len(self.queue) >= MAX_QUEUED:
-            raise LocalError(
-                f"{len(self.queue)} executions wait already",
-                where=event.execution_id,
-                remedy="Submit it again later.",
-            )
-        self.queue[event.execution_id] = Execution(event.execution_id, event.program, event.args, event.owner)
+        program = event.program
+        self.check(program, event.owner)
+        self.admission.check_room(event.owner)
+        bindings.check(program, event.bindings, event.owner, self.objects)
+        self.admission.check_memory(program, event.bindings)
+        execution = Execution(event.execution_id, program, event.args, event.owner, event.bindings)
+        self._lifetimes.submitted(execution)
+        self.admission.add(execution)
         self._room = True
+
+    def check(self, program: Program, owner: str) -> None:
+        """Raises GraphError where an owner's program does not fit the cluster as it is: places, whose slices they are, meshes."""
+        self.admission.check(program, owner)
+
+    def _objects_deleted(self, event: c.ObjectsDeleted) -> None:
+        """Unknown ones are gone already."""
+        for oid in event.object_ids:
+            if oid in self.objects and self.objects[oid].owner == event.owner:
+                self._lifetimes.drop(oid, "was deleted")
 
     def _cancelled(self, event: c.ExecutionCancelled) -> None:
         execution = self._find(event.execution_id)
@@ -148,26 +208,32 @@ class Scheduler:
         for execution in [*self.running.values(), *self.queue.values()]:
             if execution.owner == event.owner:
                 self._cancel(execution, event.reason)
+        for oid in self.objects.kept_by(event.owner):
+            self._lifetimes.drop(oid, f"is gone with its owner: {event.reason}")
+        self._forget_slices([grant.name for grant in self.resources.grants.values() if grant.owner == event.owner])
+        self.admission.turns.forget(event.owner)
 
     def _node_finished(self, event: c.NodeFinished) -> None:
         task = self._current(event)
         if task is None:
             return
         execution = task.execution
-        self.objects.add_part(task.object_id, event.worker, event.object_bytes)
+        for name, oid in task.object_ids.items():
+            self.objects.add_part(oid, event.worker, event.export_bytes.get(name, event.object_bytes))
         task.results[event.worker] = event.result
         self._done_on(event.worker, execution)
         if len(task.results) < len(task.workers):
             return
         task.advance(TaskTrigger.FINISHED, self._cause, ", ".join(task.workers))
-        self.objects.complete(task.object_id)
+        for oid in task.object_ids.values():
+            self.objects.complete(oid)
         if task.reported is None:
             task.reported = {worker: task.results[worker] for worker in task.workers}
             self._out.append(c.NodeCompleted(execution.execution_id, task.node_id, task.reported, cause=self._cause))
+        if execution.unfinished or execution.bindings:
+            self._finished(task)
         if execution.unfinished == 0:
             self._end(execution, ExecutionTrigger.DONE)
-        else:
-            self._release_inputs(task)
 
     def _node_failed(self, event: c.NodeFailed) -> None:
         task = self._current(event)
@@ -193,8 +259,8 @@ class Scheduler:
             return found
         self._drop(event, found)
         is_over = execution is None or execution.over
-        if is_over and isinstance(event, c.NodeFinished) and event.worker in self.resources.live:
-            self._out.append(c.ReleaseObjects(event.worker, event.execution_id, cause=self._cause))
+        if is_over and isinstance(event, c.NodeFinished):
+            self._release(event.worker, event.execution_id, kept=self.objects.outputs_of(event.execution_id))
         return None
 
     def _drop(self, event: c.Event, why: str) -> None:
@@ -205,24 +271,28 @@ class Scheduler:
         return self.running.get(execution_id) or self.queue.get(execution_id) or self.over.get(execution_id)
 
     def _done_on(self, worker: str, execution: Execution) -> None:
-        if self.credits.give_back(worker, execution.execution_id):
+        was_full = self.credits.is_full(worker)
+        if self.credits.give_back(worker, execution.execution_id) and was_full:
             self._room = True
 
-    def _release_inputs(self, task: Task) -> None:
-        """The task is finished: frees the objects that it was the last to need, and its own if nobody reads it."""
-        for source in task.inputs():
-            self.objects.consumed(source.object_id, task.node_id)
-        freed: dict[str, list[str]] = {}
-        for done in (*task.inputs(), task):
-            ref = self.objects[done.object_id]
-            if ref.needed_by or ref.state is not ObjectState.HELD:
-                continue
-            for worker, nbytes in self.objects.release(done.object_id).items():
-                if nbytes:
-                    freed.setdefault(worker, []).append(done.node_id)
-        execution_id = task.execution.execution_id
-        for worker, node_ids in freed.items():
-            self._out.append(c.ReleaseObjects(worker, execution_id, tuple(node_ids), cause=self._cause))
+    def _finished(self, task: Task) -> None:
+        self._lifetimes.finished(task)
+        if self.unplaced:
+            self._room = True
+
+    def _release(self, worker: str, execution_id: str, names: tuple[str, ...] = (), kept: tuple[str, ...] = ()) -> None:
+        if worker in self.resources.live:
+            self._out.append(c.ReleaseObjects(worker, execution_id, names, kept, cause=self._cause))
+
+    def _more_room(self) -> None:
+        self._room = True
+
+    def _fail_bound(self, execution_id: str, error: WaypathError) -> None:
+        """Ends an execution that reads an object which cannot be had."""
+        execution = self.running.get(execution_id) or self.queue.get(execution_id)
+        if execution is not None:
+            self._stop(execution, f"an object that it reads cannot be had: {error}")
+            self._end(execution, ExecutionTrigger.FAILED, error)
 
     def _recover(self, execution: Execution, event: c.WorkerLost) -> None:
         """Carries out what recovery.py decides about the loss."""
@@ -238,13 +308,15 @@ class Scheduler:
             return self._fail(task, error, f"{event.worker} lost: {event.cause}")
         for task in decision.again:
             self._take_back(task)
-            self.objects.lose(task.object_id)
+            for oid in task.object_ids.values():
+                self.objects.lose(oid)
             task.advance(TaskTrigger.LOST, self._cause, f"{event.worker}: {event.cause}")
             task.attempt += 1
             task.workers = ()
             task.results = {}
-            for source in task.inputs():
-                self.objects.need(source.object_id, task.node_id)
+            self.unplaced[execution.execution_id] = execution
+            for oid, reader in task.reads():
+                self.objects.need(oid, reader)
         for task in decision.dropped:
             self._take_back(task)
             self._drop_task(task, f"{event.worker} lost: {event.cause}")
@@ -264,7 +336,7 @@ class Scheduler:
         task.advance(TaskTrigger.DROPPED, self._cause, detail)
         task.workers = ()
         task.reported = results or None
-        self._release_inputs(task)
+        self._finished(task)
         self._out.append(c.NodeCompleted(task.execution.execution_id, task.node_id, results or {}, cause=self._cause))
 
     def _fail(self, task: Task, error: WaypathError, detail: str) -> None:
@@ -292,29 +364,22 @@ class Scheduler:
 
     def _end(self, execution: Execution, trigger: ExecutionTrigger, error: WaypathError | None = None) -> None:
         execution.advance(trigger, self._cause)
+        results = execution.results()
+        self.running.pop(execution.execution_id, None)
+        self.unplaced.pop(execution.execution_id, None)
+        self.admission.remove(execution)
+        self._lifetimes.ended(execution, error, execution.involved)
         for worker in execution.involved:
             if worker in self.resources.live:
-                self._out.append(c.ReleaseObjects(worker, execution.execution_id, cause=self._cause))
                 self.credits.settle(worker, execution.execution_id)
-        results = execution.results()
-        for task in execution.tasks.values():
-            self.objects.forget(task.object_id)
         execution.tasks.clear()
-        self._room = True
-        self.running.pop(execution.execution_id, None)
-        self.queue.pop(execution.execution_id, None)
+        execution.waiting.clear()
+        self._room = self._room or bool(self.unplaced or self.queue)
         self.over[execution.execution_id] = execution
         while len(self.over) > KEPT_OVER:
             del self.over[next(iter(self.over))]
-        self._out.append(
-            c.ExecutionCompleted(
-                execution.execution_id,
-                cast(c.Outcome, execution.state.value),
-                results,
-                error,
-                cause=self._cause,
-            )
-        )
+        outcome = cast(c.Outcome, execution.state.value)
+        self._out.append(c.ExecutionCompleted(execution.execution_id, outcome, results, error, cause=self._cause))
 
     # Admission and dispatch
 
@@ -322,72 +387,34 @@ class Scheduler:
         """Sends out whatever can go now: first what was admitted, then the queue, both in order."""
         while self._room:
             self._room = False
-            for execution in list(self.running.values()):
-                if execution.waiting:
+            for execution in list(self.unplaced.values()):
+                if not execution.over:
                     self._dispatch(execution)
-            self._admit_queued()
-
-    def _admit_queued(self) -> None:
-        """Admits, in order, what finds room; an execution that waits for a worker holds back later ones that share it."""
-        passed_over: set[str] = set()
-        known: dict[str, tuple[bool, bool, set[str]]] = {}
-        for execution in list(self.queue.values()):
-            program_id = execution.program.program_id
-            if program_id not in known:
-                full, absent = self.blockers(execution)
-                known[program_id] = (bool(full), bool(absent), reach(execution, self.resources))
-            is_full, is_absent, workers = known[program_id]
-            if is_absent:
-                continue
-            if is_full or not passed_over.isdisjoint(workers):
-                passed_over |= workers
-                continue
-            self._admit(execution)
-            known.clear()
-
-    def _admit(self, execution: Execution) -> None:
-        del self.queue[execution.execution_id]
-        self.running[execution.execution_id] = execution
-        execution.advance(ExecutionTrigger.ADMITTED, self._cause)
-        for task in execution.tasks.values():
-            needed_by = execution.program.consumers[task.node_id]
-            self.objects.create(task.object_id, execution.owner, needed_by)
-        self._dispatch(execution)
+            while (admitted := self.admission.next()) is not None:
+                self.running[admitted.execution_id] = admitted
+                admitted.advance(ExecutionTrigger.ADMITTED, self._cause)
+                self._lifetimes.admitted(admitted)
+                self._dispatch(admitted)
 
     def _dispatch(self, execution: Execution) -> None:
         """Places what can be placed and sends it: one `Execute` per worker, then relocations to earlier readers."""
         for task in list(execution.waiting.values()):
-            place_ = task.node.place
-            if task.node.on_worker_lost == "drop" and isinstance(place_, Slice) and self.resources.missing(place_.name):
-                self._drop_task(task, f"slice {place_.name} is not up")
+            spot = task.node.place
+            if task.node.on_worker_lost == "drop" and isinstance(spot, Slice) and self.resources.missing(spot.name):
+                self._drop_task(task, f"slice {spot.name} is not up")
         if execution.unfinished == 0:
             return self._end(execution, ExecutionTrigger.DONE)
-        placed = place(execution, self.resources, self.credits, self._cause)
-        per_worker: dict[str, list[Task]] = {}
-        for task in placed:
-            for worker in task.workers:
-                per_worker.setdefault(worker, []).append(task)
-        gang: dict[str, int] = {}
-        for worker, tasks in per_worker.items():
-            self._install(worker, execution)
-            execution.involved[worker] = None
-            world = self.resources.world_of(worker)
-            if self.resources.world_size(worker) > 1 and world not in gang:
-                gang[world] = self._gang[world] = self._gang.get(world, 0) + 1
-            self._out.append(execute(worker, execution, tasks, gang.get(world, 0), self._cause))
-        self._out += relocations(execution, placed, self._cause)
+        placed = place(execution, self.resources, self.credits, self._cause, self._must_wait)
+        if placed:
+            plan = self.admission.plan(execution.program)
+            self._out += self._dispatcher.send(execution, plan, placed, self._cause)
+        if execution.waiting:
+            self.unplaced[execution.execution_id] = execution
+        else:
+            self.unplaced.pop(execution.execution_id, None)
 
-    def _install(self, worker: str, execution: Execution) -> None:
-        program = execution.program
-        if program.program_id in self._installed[worker]:
-            return
-        self._installed[worker].add(program.program_id)
-        nodes = program.fragment(self.resources.places_of(worker))
-        self._out.append(c.InstallProgram(worker, program.program_id, program.name, nodes, cause=self._cause))
-
-    def blockers(self, execution: Execution) -> tuple[list[str], list[Place]]:
-        """What keeps a queued execution back; see placement.py."""
-        return blockers(execution, self.running.values(), self.resources, self.credits)
+    def _must_wait(self, task: Task, back: Collection[str]) -> bool:
+        return bindings.must_wait(task, back, self.objects, self._find)
 
     def describe(self) -> dict[str, Any]:
         """Returns what is where and what waits for what, as JSON; see status.py."""
@@ -399,6 +426,10 @@ _HANDLERS: dict[type[c.Event], Callable[[Scheduler, Any], None]] = {
     c.WorkerLost: Scheduler._worker_lost,
     c.PoolMemberReady: Scheduler._pool_member_ready,
     c.PoolMemberRemoved: Scheduler._pool_member_removed,
+    c.SliceRequested: Scheduler._slice_requested,
+    c.SliceReleased: Scheduler._slice_released,
+    c.OwnerJoined: Scheduler._owner_joined,
+    c.ObjectsDeleted: Scheduler._objects_deleted,
     c.ExecutionSubmitted: Scheduler._submitted,
     c.NodeFinished: Scheduler._node_finished,
     c.NodeFailed: Scheduler._node_failed,

@@ -40,6 +40,10 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
             name: {"members": list(members), "ready": list(resources.ready_members(name))}
             for name, members in resources.pools.items()
         },
+        "memory": [
+            {"slices": list(names), "reserved_bytes": used, "device_bytes": capacity}
+            for names, used, capacity in scheduler.memory.cells()
+        ],
         "executions": [
             _describe_execution(scheduler, execution)
             for execution in [*scheduler.running.values(), *scheduler.queue.values()]
@@ -66,9 +70,10 @@ def _describe_execution(scheduler: Scheduler, execution: Execution) -> dict[str,
 def _waits(scheduler: Scheduler, execution: Execution) -> Iterator[str]:
     """Yields one sentence per unfinished node, or one for an execution that is not admitted."""
     if execution.state is ExecutionState.QUEUED:
-        full, absent = scheduler.blockers(execution)
+        full, absent = scheduler.admission.blockers(execution)
         reasons = [f"room on {worker} ({scheduler.credits.max_in_flight} executions in flight)" for worker in full]
         reasons += [f"{place}, as {scheduler.credits.max_in_flight} executions do already" for place in absent]
+        reasons += [lacking] if (lacking := scheduler.admission.lacking(execution)) else []
         yield f"{execution.execution_id} waits for {_listed(reasons) if reasons else 'its turn'}"
         return
     for task in execution.tasks.values():
@@ -82,7 +87,10 @@ def _place(scheduler: Scheduler, task: Task) -> str:
     place = task.node.place
     if isinstance(place, Pool):
         return f"a ready member of pool {place.name}"
-    return f"{_listed(list(scheduler.resources.missing(place.name)))} of slice {place.name}"
+    missing = scheduler.resources.missing(place.name)
+    if not missing:
+        return "others that read what it consumes"
+    return f"{_listed(list(missing))} of slice {place.name}"
 
 
 def _sent(task: Task) -> str:

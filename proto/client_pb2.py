@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from waypath.proto import common_pb2 as waypath_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1awaypath/proto/client.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto\"6\n\x0cHelloRequest\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\"W\n\nHelloReply\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"J\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x12\n\nresume_run\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\"\x1f\n\rStartRunReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x11\n\x0fListRunsRequest\"5\n\rListRunsReply\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.waypath.v1.RunSummary\"]\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x11\n\tdirectory\x18\x05 \x01(\t\"4\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\r\"S\n\tRunUpdate\x12\x16\n\x0cmetrics_json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bresult_json\x18\x02 \x01(\tH\x00\x12\x0f\n\x05phase\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"6\n\x10\x43\x61ncelRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\x08\"\x10\n\x0e\x43\x61ncelRunReply\"/\n\x10\x45xportRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03out\x18\x02 \x01(\t\";\n\x0e\x45xportRunReply\x12\x12\n\nexport_dir\x18\x01 \x01(\t\x12\x15\n\rparams_digest\x18\x02 \x01(\t\".\n\x0eSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x1d\n\x06Sample\x12\x13\n\x0bsample_json\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t2\x96\x04\n\x06\x43lient\x12\x39\n\x05Hello\x12\x18.waypath.v1.HelloRequest\x1a\x16.waypath.v1.HelloReply\x12\x42\n\x08StartRun\x12\x1b.waypath.v1.StartRunRequest\x1a\x19.waypath.v1.StartRunReply\x12\x42\n\x08ListRuns\x12\x1b.waypath.v1.ListRunsRequest\x1a\x19.waypath.v1.ListRunsReply\x12@\n\x08WatchRun\x12\x1b.waypath.v1.WatchRunRequest\x1a\x15.waypath.v1.RunUpdate0\x01\x12\x45\n\tCancelRun\x12\x1c.waypath.v1.CancelRunRequest\x1a\x1a.waypath.v1.CancelRunReply\x12\x45\n\tExportRun\x12\x1c.waypath.v1.ExportRunRequest\x1a\x1a.waypath.v1.ExportRunReply\x12;\n\x07Samples\x12\x1a.waypath.v1.SamplesRequest\x1a\x12.waypath.v1.Sample0\x01\x12<\n\x06Status\x12\x19.waypath.v1.StatusRequest\x1a\x17.waypath.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1awaypath/proto/client.proto\x12\nwaypath.v1\x1a\x1awaypath/proto/common.proto\"6\n\x0cHelloRequest\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\"W\n\nHelloReply\x12&\n\x08versions\x18\x01 \x01(\x0b\x32\x14.waypath.v1.Versions\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"J\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12\x12\n\nresume_run\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\"\x1f\n\rStartRunReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x11\n\x0fListRunsRequest\"5\n\rListRunsReply\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.waypath.v1.RunSummary\"]\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\r\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x11\n\tdirectory\x18\x05 \x01(\t\"4\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\r\"S\n\tRunUpdate\x12\x16\n\x0cmetrics_json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bresult_json\x18\x02 \x01(\tH\x00\x12\x0f\n\x05phase\x18\x03 \x01(\tH\x00\x42\x06\n\x04kind\"6\n\x10\x43\x61ncelRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\x08\"\x10\n\x0e\x43\x61ncelRunReply\"/\n\x10\x45xportRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03out\x18\x02 \x01(\t\";\n\x0e\x45xportRunReply\x12\x12\n\nexport_dir\x18\x01 \x01(\t\x12\x15\n\rparams_digest\x18\x02 \x01(\t\".\n\x0eSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"\x1d\n\x06Sample\x12\x13\n\x0bsample_json\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"\"\n\x0bStatusReply\x12\x13\n\x0bstatus_json\x18\x01 \x01(\t\"\x89\x03\n\x0eSessionRequest\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.waypath.v1.OpenSessionH\x00\x12)\n\x05slice\x18\x03 \x01(\x0b\x32\x18.waypath.v1.RequestSliceH\x00\x12\x31\n\rrelease_slice\x18\x04 \x01(\x0b\x32\x18.waypath.v1.ReleaseSliceH\x00\x12-\n\x07install\x18\x05 \x01(\x0b\x32\x1a.waypath.v1.InstallProgramH\x00\x12$\n\x06submit\x18\x06 \x01(\x0b\x32\x12.waypath.v1.SubmitH\x00\x12-\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x1b.waypath.v1.CancelExecutionH\x00\x12+\n\x06\x64\x65lete\x18\x08 \x01(\x0b\x32\x19.waypath.v1.DeleteObjectsH\x00\x12&\n\x05\x61live\x18\t \x01(\x0b\x32\x15.waypath.v1.KeepAliveH\x00\x42\x06\n\x04kind\"\x9e\x02\n\x0cSessionReply\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.waypath.v1.SessionOpenedH\x00\x12\'\n\x05slice\x18\x03 \x01(\x0b\x32\x16.waypath.v1.SliceGrantH\x00\x12*\n\tinstalled\x18\x04 \x01(\x0b\x32\x15.waypath.v1.InstalledH\x00\x12 \n\x04\x64one\x18\x05 \x01(\x0b\x32\x10.waypath.v1.DoneH\x00\x12\"\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x11.waypath.v1.ErrorH\x00\x12-\n\x06\x65vents\x18\x07 \x01(\x0b\x32\x1b.waypath.v1.ExecutionEventsH\x00\x42\x06\n\x04kind\"<\n\x0bOpenSession\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"1\n\rSessionOpened\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x8f\x01\n\x0cRequestSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04\x61xes\x18\x03 \x03(\t\x12\r\n\x05sizes\x18\x04 \x03(\x03\x12\r\n\x05world\x18\x05 \x01(\t\x12\x10\n\x08strategy\x18\x06 \x01(\t\x12\x11\n\texclusive\x18\x07 \x01(\x08\x12\x12\n\nworkers_of\x18\x08 \x01(\t\"\x9d\x01\n\nSliceGrant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x03(\t\x12\r\n\x05sizes\x18\x03 \x03(\x03\x12(\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x17.waypath.v1.SliceDevice\x12(\n\x07workers\x18\x05 \x03(\x0b\x32\x17.waypath.v1.SliceWorker\x12\x10\n\x08platform\x18\x06 \x01(\t\"/\n\x0bSliceDevice\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08local_id\x18\x02 \x01(\x05\"J\n\x0bSliceWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x61ta_addresses\x18\x02 \x03(\t\x12\x15\n\rprocess_index\x18\x03 \x01(\x05\"\x1c\n\x0cReleaseSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x0eInstallProgram\x12\x14\n\x0cprogram_json\x18\x01 \x01(\t\"\x1f\n\tInstalled\x12\x12\n\nprogram_id\x18\x01 \x01(\t\"\xaa\x01\n\x06Submit\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x12\n\nprogram_id\x18\x02 \x01(\t\x12\x11\n\targs_json\x18\x03 \x01(\t\x12\x32\n\x08\x62indings\x18\x04 \x03(\x0b\x32 .waypath.v1.Submit.BindingsEntry\x1a/\n\rBindingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"7\n\x0f\x43\x61ncelExecution\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\rDeleteObjects\x12\x12\n\nobject_ids\x18\x01 \x03(\t\"\x0b\n\tKeepAlive\"\x06\n\x04\x44one\"=\n\x0f\x45xecutionEvents\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.waypath.v1.ExecutionEvent\"o\n\x0e\x45xecutionEvent\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12 \n\x05\x65rror\x18\x03 \x01(\x0b\x32\x11.waypath.v1.Error\x12\x14\n\x0cresults_json\x18\x04 \x01(\t\"+\n\x0bUploadChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1c\n\x0bUploadReply\x12\r\n\x05known\x18\x01 \x01(\x08\x32\x99\x05\n\x06\x43lient\x12\x39\n\x05Hello\x12\x18.waypath.v1.HelloRequest\x1a\x16.waypath.v1.HelloReply\x12\x42\n\x08StartRun\x12\x1b.waypath.v1.StartRunRequest\x1a\x19.waypath.v1.StartRunReply\x12\x42\n\x08ListRuns\x12\x1b.waypath.v1.ListRunsRequest\x1a\x19.waypath.v1.ListRunsReply\x12@\n\x08WatchRun\x12\x1b.waypath.v1.WatchRunRequest\x1a\x15.waypath.v1.RunUpdate0\x01\x12\x45\n\tCancelRun\x12\x1c.waypath.v1.CancelRunRequest\x1a\x1a.waypath.v1.CancelRunReply\x12\x45\n\tExportRun\x12\x1c.waypath.v1.ExportRunRequest\x1a\x1a.waypath.v1.ExportRunReply\x12;\n\x07Samples\x12\x1a.waypath.v1.SamplesRequest\x1a\x12.waypath.v1.Sample0\x01\x12<\n\x06Status\x12\x19.waypath.v1.StatusRequest\x1a\x17.waypath.v1.StatusReply\x12\x43\n\x07Session\x12\x1a.waypath.v1.SessionRequest\x1a\x18.waypath.v1.SessionReply(\x01\x30\x01\x12<\n\x06Upload\x12\x17.waypath.v1.UploadChunk\x1a\x17.waypath.v1.UploadReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'waypath.proto.client_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SUBMIT_BINDINGSENTRY']._loaded_options = None
+  _globals['_SUBMIT_BINDINGSENTRY']._serialized_options = b'8\001'
   _globals['_HELLOREQUEST']._serialized_start=70
   _globals['_HELLOREQUEST']._serialized_end=124
   _globals['_HELLOREPLY']._serialized_start=126
@@ -66,6 +68,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_end=910
   _globals['_STATUSREPLY']._serialized_start=912
   _globals['_STATUSREPLY']._serialized_end=946
-  _globals['_CLIENT']._serialized_start=949
-  _globals['_CLIENT']._serialized_end=1483
+  _globals['_SESSIONREQUEST']._serialized_start=949
+  _globals['_SESSIONREQUEST']._serialized_end=1342
+  _globals['_SESSIONREPLY']._serialized_start=1345
+  _globals['_SESSIONREPLY']._serialized_end=1631
+  _globals['_OPENSESSION']._serialized_start=1633
+  _globals['_OPENSESSION']._serialized_end=1693
+  _globals['_SESSIONOPENED']._serialized_start=1695
+  _globals['_SESSIONOPENED']._serialized_end=1744
+  _globals['_REQUESTSLICE']._serialized_start=1747
+  _globals['_REQUESTSLICE']._serialized_end=1890
+  _globals['_SLICEGRANT']._serialized_start=1893
+  _globals['_SLICEGRANT']._serialized_end=2050
+  _globals['_SLICEDEVICE']._serialized_start=2052
+  _globals['_SLICEDEVICE']._serialized_end=2099
+  _globals['_SLICEWORKER']._serialized_start=2101
+  _globals['_SLICEWORKER']._serialized_end=2175
+  _globals['_RELEASESLICE']._serialized_start=2177
+  _globals['_RELEASESLICE']._serialized_end=2205
+  _globals['_INSTALLPROGRAM']._serialized_start=2207
+  _globals['_INSTALLPROGRAM']._serialized_end=2245
+  _globals['_INSTALLED']._serialized_start=2247
+  _globals['_INSTALLED']._serialized_end=2278
+  _globals['_SUBMIT']._serialized_start=2281
+  _globals['_SUBMIT']._serialized_end=2451
+  _globals['_SUBMIT_BINDINGSENTRY']._serialized_start=2404
+  _globals['_SUBMIT_BINDINGSENTRY']._serialized_end=2451
+  _globals['_CANCELEXECUTION']._serialized_start=2453
+  _globals['_CANCELEXECUTION']._serialized_end=2508
+  _globals['_DELETEOBJECTS']._serialized_start=2510
+  _globals['_DELETEOBJECTS']._serialized_end=2545
+  _globals['_KEEPALIVE']._serialized_start=2547
+  _globals['_KEEPALIVE']._serialized_end=2558
+  _globals['_DONE']._serialized_start=2560
+  _globals['_DONE']._serialized_end=2566
+  _globals['_EXECUTIONEVENTS']._serialized_start=2568
+  _globals['_EXECUTIONEVENTS']._serialized_end=2629
+  _globals['_EXECUTIONEVENT']._serialized_start=2631
+  _globals['_EXECUTIONEVENT']._serialized_end=2742
+  _globals['_UPLOADCHUNK']._serialized_start=2744
+  _globals['_UPLOADCHUNK']._serialized_end=2787
+  _globals['_UPLOADREPLY']._serialized_start=2789
+  _globals['_UPLOADREPLY']._serialized_end=2817
+  _globals['_CLIENT']._serialized_start=2820
+  _globals['_CLIENT']._serialized_end=3485
 # @@protoc_insertion_point(module_scope)

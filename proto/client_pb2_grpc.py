@@ -74,6 +74,16 @@ class ClientStub:
                 request_serializer=waypath_dot_proto_dot_client__pb2.StatusRequest.SerializeToString,
                 response_deserializer=waypath_dot_proto_dot_client__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/waypath.v1.Client/Session',
+                request_serializer=waypath_dot_proto_dot_client__pb2.SessionRequest.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_client__pb2.SessionReply.FromString,
+                _registered_method=True)
+        self.Upload = channel.stream_unary(
+                '/waypath.v1.Client/Upload',
+                request_serializer=waypath_dot_proto_dot_client__pb2.UploadChunk.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_client__pb2.UploadReply.FromString,
+                _registered_method=True)
 
 
 class ClientServicer:
@@ -128,6 +138,20 @@ class ClientServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """One client session: slices, programs and objects belong to it and are gone when it ends. The first message is `open`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upload(self, request_iterator, context):
+        """Hands in the bytes of an exported function; refused where they do not match the digest or are too many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClientServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +194,16 @@ def add_ClientServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=waypath_dot_proto_dot_client__pb2.StatusRequest.FromString,
                     response_serializer=waypath_dot_proto_dot_client__pb2.StatusReply.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=waypath_dot_proto_dot_client__pb2.SessionRequest.FromString,
+                    response_serializer=waypath_dot_proto_dot_client__pb2.SessionReply.SerializeToString,
+            ),
+            'Upload': grpc.stream_unary_rpc_method_handler(
+                    servicer.Upload,
+                    request_deserializer=waypath_dot_proto_dot_client__pb2.UploadChunk.FromString,
+                    response_serializer=waypath_dot_proto_dot_client__pb2.UploadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -388,6 +422,60 @@ class Client:
             '/waypath.v1.Client/Status',
             waypath_dot_proto_dot_client__pb2.StatusRequest.SerializeToString,
             waypath_dot_proto_dot_client__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/waypath.v1.Client/Session',
+            waypath_dot_proto_dot_client__pb2.SessionRequest.SerializeToString,
+            waypath_dot_proto_dot_client__pb2.SessionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upload(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/waypath.v1.Client/Upload',
+            waypath_dot_proto_dot_client__pb2.UploadChunk.SerializeToString,
+            waypath_dot_proto_dot_client__pb2.UploadReply.FromString,
             options,
             channel_credentials,
             insecure,

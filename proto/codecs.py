@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes  # numpy knows bfloat16 and the float8 types from here on
 import numpy as np
 
 from waypath.proto import data_pb2 as pb
@@ -31,8 +32,14 @@ DTYPES = frozenset(
         "float16",
         "float32",
         "float64",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
+        "complex128",
     }
 )
+EXTENSION_DTYPES = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
 MAX_BUNDLE_BYTES = 1 << 30
 MAX_HEADER_BYTES = 7 << 20  # a header is one message: below proto.channel.MAX_MESSAGE_BYTES, with room for its envelope
 MAX_RESULT_BYTES = 256 << 10
@@ -50,6 +57,13 @@ class Bundle:
     def nbytes(self) -> int:
         """Payload bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of that name; raises ProtocolError where it may not travel."""
+    if name not in DTYPES:
+        raise ProtocolError(f"dtype {name!r} may not travel; allowed: {sorted(DTYPES)}")
+    return EXTENSION_DTYPES.get(name) or np.dtype(name)
 
 
 def dump_json(value: Any) -> str:
@@ -105,7 +119,7 @@ def decode(message: pb.BundleHeader, chunks: Iterable[bytes]) -> Bundle:
             raise ProtocolError(f"array {spec.name!r}: dtype {spec.dtype!r} may not travel")
         if any(size < 0 for size in spec.shape):
             raise ProtocolError(f"array {spec.name!r}: negative size in shape {list(spec.shape)}")
-        dtype = np.dtype(spec.dtype)
+        dtype = dtype_of(spec.dtype)
         count = int(np.prod(spec.shape, dtype=object))
         if count * dtype.itemsize != spec.bytes or start + spec.bytes > len(data):
             raise ProtocolError(

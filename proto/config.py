@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -146,16 +146,37 @@ class WarmStartSection(Section):
     learning_rate: PositiveFloat = 3e-3
 
 
-class ClusterSection(Section):
+class ProcessesSection(Section):
+    """What holds for every process of a local cluster."""
+
+    threads: PositiveInt = 1
+    max_restarts: NonNegativeInt = 5
+    rejoin_timeout_s: PositiveFloat = 120.0
+    compilation_cache: LocalPath = ".cache/jax"
+
+
+class ClusterSection(ProcessesSection):
     """Processes of a local cluster; read by the launcher, ignored where a cluster is already up."""
 
     trainer_processes: PositiveInt = 2
     inference_processes: PositiveInt = 2
     reward_processes: PositiveInt = 1
-    threads: PositiveInt = 1
-    max_restarts: NonNegativeInt = 5
-    rejoin_timeout_s: PositiveFloat = 120.0
-    compilation_cache: LocalPath = ".cache/jax"
+
+
+class BareClusterSection(ProcessesSection):
+    """A cluster that has no processes of a run's own."""
+
+    trainer_processes: Literal[0] = 0
+    inference_processes: Literal[0] = 0
+    reward_processes: Literal[0] = 0
+
+
+class ComputeSection(Section):
+    """Workers for programs: `worlds` JAX worlds of `processes` processes with `devices` CPU devices each."""
+
+    worlds: NonNegativeInt = 0
+    processes: PositiveInt = 1
+    devices: PositiveInt = 1
 
 
 class TrainerSection(Section):
@@ -245,6 +266,7 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     warm_start: WarmStartSection = WarmStartSection()
     cluster: ClusterSection = ClusterSection()
+    compute: ComputeSection = ComputeSection()
     trainer: TrainerSection = TrainerSection()
     inference: InferenceSection = InferenceSection()
     reward: RewardSection = RewardSection()
@@ -311,11 +333,33 @@ class RunConfig(Section):
         return _toml(self.to_json())
 
 
+class ClusterConfig(Section):
+    """A cluster for programs alone: `waypath up FILE`, where FILE names neither a model nor a task."""
+
+    cluster: BareClusterSection = BareClusterSection()
+    compute: ComputeSection = ComputeSection(worlds=1)
+    storage: StorageSection = StorageSection()
+    reward: RewardSection = RewardSection()
+
+
+AnyConfig = RunConfig | ClusterConfig
+
+
+def load_cluster(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> AnyConfig:
+    """Reads the configuration of a cluster: a run's, or one that names neither a model nor a task. Raises as `load`."""
+    raw = _read(source, overrides)
+    return _parse(ClusterConfig, raw) if raw.keys().isdisjoint({"model", "task"}) else _parse(RunConfig, raw)
+
+
 def load(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a configuration from a TOML file or a mapping, applies dotted `overrides`, and checks it.
 
     Raises ConfigError naming the key, the value and what is allowed.
     """
+    return parse(_read(source, overrides))
+
+
+def _read(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(source, Mapping):
         raw: dict[str, Any] = _copy(source)
     else:
@@ -327,15 +371,22 @@ def load(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | 
             raise ConfigError(f"{source} is not TOML: {error}") from None
     for key, value in (overrides or {}).items():
         _assign(raw, key, _copy(value))
-    return parse(raw)
+    return raw
 
 
 def parse(raw: Mapping[str, Any]) -> RunConfig:
     """Checks a plain mapping; raises ConfigError listing every fault."""
+    return _parse(RunConfig, raw)
+
+
+_Config = TypeVar("_Config", bound=Section)
+
+
+def _parse(model: type[_Config], raw: Mapping[str, Any]) -> _Config:
     try:
-        return RunConfig.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("; ".join(_explain(model, item) for item in error.errors())) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -366,10 +417,10 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _explain(item: ErrorDetails) -> str:
+def _explain(root: type[BaseModel], item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        allowed = _keys(item["loc"][:-1])
+        allowed = _keys(root, item["loc"][:-1])
         close = difflib.get_close_matches(str(item["loc"][-1]), allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         return f"unknown key {key} = {item['input']!r}: {hint}allowed: {', '.join(sorted(allowed))}"
@@ -381,8 +432,7 @@ def _explain(item: ErrorDetails) -> str:
     return f"{key} = {item['input']!r}: {message[:1].lower()}{message[1:]}"
 
 
-def _keys(path: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         annotation = model.model_fields[str(part)].annotation
         found = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)]

@@ -78,15 +78,21 @@ class Slice(_message.Message):
     upper: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tensor: _Optional[str] = ..., lower: _Optional[_Iterable[int]] = ..., upper: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PushReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SlicesRequest(_message.Message):
-    __slots__ = ("name", "puller", "slices")
+    __slots__ = ("name", "puller", "slices", "object")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PULLER_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
     name: str
     puller: str
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
-    def __init__(self, name: _Optional[str] = ..., puller: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ...) -> None: ...
+    object: bool
+    def __init__(self, name: _Optional[str] = ..., puller: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., object: _Optional[bool] = ...) -> None: ...
 
 class SliceChunk(_message.Message):
     __slots__ = ("slice", "offset", "data", "crc32c")

@@ -44,6 +44,11 @@ class DataStub:
                 request_serializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
                 response_deserializer=waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
                 _registered_method=True)
+        self.Push = channel.stream_unary(
+                '/waypath.v1.Data/Push',
+                request_serializer=waypath_dot_proto_dot_data__pb2.PullChunk.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_data__pb2.PushReply.FromString,
+                _registered_method=True)
 
 
 class DataServicer:
@@ -63,6 +68,14 @@ class DataServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Push(self, request_iterator, context):
+        """A client hands in this worker's shards of an object that a node of an execution waits for. The first message is the
+        header; the arrays' names are "<leaf>/<local device>".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_DataServicer_to_server(servicer, server):
                     servicer.PullSlices,
                     request_deserializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.FromString,
                     response_serializer=waypath_dot_proto_dot_data__pb2.SliceChunk.SerializeToString,
+            ),
+            'Push': grpc.stream_unary_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=waypath_dot_proto_dot_data__pb2.PullChunk.FromString,
+                    response_serializer=waypath_dot_proto_dot_data__pb2.PushReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class Data:
             '/waypath.v1.Data/PullSlices',
             waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
             waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Push(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/waypath.v1.Data/Push',
+            waypath_dot_proto_dot_data__pb2.PullChunk.SerializeToString,
+            waypath_dot_proto_dot_data__pb2.PushReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,10 @@ class RewardError(UserError):
     """A reward function raised, hung, died or returned something that is not a reward."""
 
 
+class FunctionError(UserError):
+    """A function of a program raised on a worker, or returned a NaN that is looked for."""
+
+
 class NotFoundError(UserError):
     """A run, program or object by that name does not exist."""
 

@@ -6,13 +6,42 @@ Hugging Face name; a box is half-open, `lower[i] <= index < upper[i]`, in the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from waypath.proto.errors import ProtocolError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def device_boxes(
+    shape: Sequence[int], spec: Sequence[Sequence[str]], axes: Sequence[str], sizes: Sequence[int]
+) -> tuple[Box, ...]:
+    """Returns the box that each device of a mesh holds, devices in row-major order over `axes` × `sizes`.
+
+    `spec` names per dimension the mesh axes that split it, outermost first, as in jax's PartitionSpec; every dimension is
+    divisible by its parts. Devices along axes that the spec does not name hold the same box.
+
+    >>> device_boxes((4,), (("x",),), ("x", "y"), (2, 2))
+    (((0,), (2,)), ((0,), (2,)), ((2,), (4,)), ((2,), (4,)))
+    """
+    size_of = dict(zip(axes, sizes, strict=True))
+    parts = [math.prod(size_of[axis] for axis in names) for names in spec]
+    widths = [size // count for size, count in zip(shape, parts, strict=True)]
+    found: list[Box] = []
+    for coordinates in itertools.product(*map(range, sizes)):
+        at = dict(zip(axes, coordinates, strict=True))
+        lower: list[int] = []
+        for names, width in zip(spec, widths, strict=True):
+            index = 0
+            for axis in names:
+                index = index * size_of[axis] + at[axis]
+            lower.append(index * width)
+        found.append((tuple(lower), tuple(a + w for a, w in zip(lower, widths, strict=True))))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,18 @@ class Register(_message.Message):
     versions: _common_pb2.Versions
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., world: _Optional[str] = ..., process_index: _Optional[int] = ..., process_count: _Optional[int] = ..., host_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[_common_pb2.Device, _Mapping]]] = ..., data_addresses: _Optional[_Iterable[str]] = ..., services: _Optional[_Iterable[str]] = ..., transfer_paths: _Optional[_Iterable[str]] = ..., staging: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ...) -> None: ...
 
+class FetchFunctionRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class FunctionChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
 class Welcome(_message.Message):
     __slots__ = ("cluster_id", "versions")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -93,7 +105,7 @@ class Welcome(_message.Message):
     def __init__(self, cluster_id: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "kind", "service", "method", "inputs", "options_json", "deadline_s")
+    __slots__ = ("node_id", "kind", "service", "method", "inputs", "options_json", "deadline_s", "donates", "takes", "gives", "steps", "exports", "slice", "sources")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +113,13 @@ class Node(_message.Message):
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    DONATES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FIELD_NUMBER: _ClassVar[int]
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXPORTS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     kind: str
     service: str
@@ -108,17 +127,70 @@ class Node(_message.Message):
     inputs: _containers.RepeatedScalarFieldContainer[str]
     options_json: str
     deadline_s: float
-    def __init__(self, node_id: _Optional[str] = ..., kind: _Optional[str] = ..., service: _Optional[str] = ..., method: _Optional[str] = ..., inputs: _Optional[_Iterable[str]] = ..., options_json: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    donates: _containers.RepeatedScalarFieldContainer[int]
+    takes: _containers.RepeatedCompositeFieldContainer[Aval]
+    gives: _containers.RepeatedCompositeFieldContainer[Aval]
+    steps: _containers.RepeatedCompositeFieldContainer[Node]
+    exports: _containers.RepeatedScalarFieldContainer[str]
+    slice: str
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., kind: _Optional[str] = ..., service: _Optional[str] = ..., method: _Optional[str] = ..., inputs: _Optional[_Iterable[str]] = ..., options_json: _Optional[str] = ..., deadline_s: _Optional[float] = ..., donates: _Optional[_Iterable[int]] = ..., takes: _Optional[_Iterable[_Union[Aval, _Mapping]]] = ..., gives: _Optional[_Iterable[_Union[Aval, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., exports: _Optional[_Iterable[str]] = ..., slice: _Optional[str] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Aval(_message.Message):
+    __slots__ = ("leaves",)
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    def __init__(self, leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ...) -> None: ...
+
+class Leaf(_message.Message):
+    __slots__ = ("shape", "dtype", "spec")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    spec: _containers.RepeatedCompositeFieldContainer[Axes]
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., spec: _Optional[_Iterable[_Union[Axes, _Mapping]]] = ...) -> None: ...
+
+class Axes(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MeshSlice(_message.Message):
+    __slots__ = ("name", "axes", "sizes", "devices")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    axes: _containers.RepeatedScalarFieldContainer[str]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    devices: _containers.RepeatedCompositeFieldContainer[MeshDevice]
+    def __init__(self, name: _Optional[str] = ..., axes: _Optional[_Iterable[str]] = ..., sizes: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[_Union[MeshDevice, _Mapping]]] = ...) -> None: ...
+
+class MeshDevice(_message.Message):
+    __slots__ = ("worker", "local_id", "process_index")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    local_id: int
+    process_index: int
+    def __init__(self, worker: _Optional[str] = ..., local_id: _Optional[int] = ..., process_index: _Optional[int] = ...) -> None: ...
 
 class Install(_message.Message):
-    __slots__ = ("program_id", "name", "nodes")
+    __slots__ = ("program_id", "name", "nodes", "slices")
     PROGRAM_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
     program_id: str
     name: str
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
-    def __init__(self, program_id: _Optional[str] = ..., name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+    slices: _containers.RepeatedCompositeFieldContainer[MeshSlice]
+    def __init__(self, program_id: _Optional[str] = ..., name: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slices: _Optional[_Iterable[_Union[MeshSlice, _Mapping]]] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("node_id", "attempt")
@@ -129,12 +201,14 @@ class Assignment(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Location(_message.Message):
-    __slots__ = ("node_id", "workers")
+    __slots__ = ("node_id", "workers", "object_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    object_id: str
+    def __init__(self, node_id: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ..., object_id: _Optional[str] = ...) -> None: ...
 
 class Execute(_message.Message):
     __slots__ = ("execution_id", "program_id", "args_json", "nodes", "locations", "gang_sequence")
@@ -161,12 +235,14 @@ class Relocate(_message.Message):
     def __init__(self, execution_id: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
-    __slots__ = ("execution_id", "node_ids")
+    __slots__ = ("execution_id", "node_ids", "kept")
     EXECUTION_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     execution_id: str
     node_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, execution_id: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    kept: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, execution_id: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("execution_id", "reason")
@@ -189,10 +265,12 @@ class Peer(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., data_addresses: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("peers",)
+    __slots__ = ("peers", "gone")
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("reason", "grace_s")
@@ -225,7 +303,7 @@ class Nack(_message.Message):
     def __init__(self, expected: _Optional[int] = ..., found: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("execution_id", "node_id", "attempt", "state", "result_json", "object_bytes", "spans", "error")
+    __slots__ = ("execution_id", "node_id", "attempt", "state", "result_json", "object_bytes", "spans", "error", "export_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[NodeEvent.State]
@@ -236,6 +314,13 @@ class NodeEvent(_message.Message):
     FINISHED: NodeEvent.State
     FAILED: NodeEvent.State
     CANCELLED: NodeEvent.State
+    class ExportBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     EXECUTION_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +329,7 @@ class NodeEvent(_message.Message):
     OBJECT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_BYTES_FIELD_NUMBER: _ClassVar[int]
     execution_id: str
     node_id: str
     attempt: int
@@ -252,7 +338,8 @@ class NodeEvent(_message.Message):
     object_bytes: int
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     error: _common_pb2.Error
-    def __init__(self, execution_id: _Optional[str] = ..., node_id: _Optional[str] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[NodeEvent.State, str]] = ..., result_json: _Optional[str] = ..., object_bytes: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    export_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, execution_id: _Optional[str] = ..., node_id: _Optional[str] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[NodeEvent.State, str]] = ..., result_json: _Optional[str] = ..., object_bytes: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., export_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("activity", "waits", "rss_bytes", "store_bytes", "egress_bytes", "nodes")

@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=waypath_dot_proto_dot_worker__pb2.WorkerMessage.SerializeToString,
                 response_deserializer=waypath_dot_proto_dot_worker__pb2.ControllerMessage.FromString,
                 _registered_method=True)
+        self.FetchFunction = channel.unary_stream(
+                '/waypath.v1.Worker/FetchFunction',
+                request_serializer=waypath_dot_proto_dot_worker__pb2.FetchFunctionRequest.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_worker__pb2.FunctionChunk.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -51,6 +56,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchFunction(self, request, context):
+        """The bytes of a function that a client uploaded, in order. NotFoundError where nobody did.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=waypath_dot_proto_dot_worker__pb2.WorkerMessage.FromString,
                     response_serializer=waypath_dot_proto_dot_worker__pb2.ControllerMessage.SerializeToString,
+            ),
+            'FetchFunction': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchFunction,
+                    request_deserializer=waypath_dot_proto_dot_worker__pb2.FetchFunctionRequest.FromString,
+                    response_serializer=waypath_dot_proto_dot_worker__pb2.FunctionChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class Worker:
             '/waypath.v1.Worker/Attach',
             waypath_dot_proto_dot_worker__pb2.WorkerMessage.SerializeToString,
             waypath_dot_proto_dot_worker__pb2.ControllerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchFunction(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/waypath.v1.Worker/FetchFunction',
+            waypath_dot_proto_dot_worker__pb2.FetchFunctionRequest.SerializeToString,
+            waypath_dot_proto_dot_worker__pb2.FunctionChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,7 @@ import psutil
 
 from waypath.controller.client.client import Client, Run, RunResult, StepRecord, connect
 from waypath.proto import config as configs
-from waypath.proto.config import RunConfig
+from waypath.proto.config import AnyConfig, ClusterConfig, RunConfig
 from waypath.tools import preflight
 from waypath.tools.launch import CLUSTER_FILE, LocalCluster
 from waypath.tools.supervisor import MARKER, marked
@@ -54,6 +54,19 @@ def small(tmp_path: Path, **overrides: Any) -> RunConfig:
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     places = {"storage.run_dir": str(tmp_path / "runs"), "storage.checkpoint_dir": str(tmp_path / "runs")}
     return configs.load(ROOT / "examples" / "tiny.toml", {**SMALL, **places, **changes})
+
+
+def compute(tmp_path: Path, worlds: int = 2, processes: int = 2, devices: int = 1) -> ClusterConfig:
+    """A cluster for programs alone, with its folder in `tmp_path`."""
+    config = configs.load_cluster(
+        {
+            "compute": {"worlds": worlds, "processes": processes, "devices": devices},
+            "storage": {"run_dir": str(tmp_path / "runs")},
+            "cluster": {"compilation_cache": str(ROOT / ".cache" / "jax")},
+        }
+    )
+    assert isinstance(config, ClusterConfig)
+    return config
 
 
 def eventually(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -93,7 +106,10 @@ class Cluster:
 
     def run(self, config: RunConfig | None = None, resume: str | None = None) -> Run:
         """Start a run (by default of the cluster's own configuration)."""
-        return self.client.start_run(None if resume else config or self.local.config, resume=resume)
+        if config is None:
+            assert isinstance(self.local.config, RunConfig)
+            config = self.local.config
+        return self.client.start_run(None if resume else config, resume=resume)
 
     def wait_step(self, run: Run, step: int, deadline_s: float = DEADLINE_S) -> None:
         """Wait until step `step` (from 0) of a run is done; fails with its cause where the run ends before."""
@@ -135,7 +151,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(
-    config: RunConfig, *, restart_trainers: bool = False, ready: bool = True, via: Callable[[str], str] = str
+    config: AnyConfig, *, restart_trainers: bool = False, ready: bool = True, via: Callable[[str], str] = str
 ) -> Iterator[Cluster]:
     """A cluster for `config` on free ports; ends it and asserts that nothing of it is left."""
     preflight.check(config)

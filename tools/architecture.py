@@ -1,9 +1,9 @@
-"""Draws docs/architecture.svg: the processes of a cluster and the two roads between them.
+"""Draws docs/architecture.svg, the processes of a cluster and the two roads between them, and docs/program.svg.
 
-    python -m waypath.tools.architecture [--out docs/architecture.svg]
+    python -m waypath.tools.architecture [--out docs]
 
-Owns the picture alone; plain text in, plain text out, the same bytes every time. Called by hand, and by a test that the
-committed picture is this one.
+Owns the pictures alone; plain text in, plain text out, the same bytes every time. Called by hand, and by a test that the
+committed pictures are these.
 """
 
 import argparse
@@ -186,14 +186,99 @@ def draw() -> str:
     return "\n".join(body) + "\n"
 
 
+STEPS = (
+    Box(
+        "client",
+        30,
+        40,
+        230,
+        104,
+        "traced in the client",
+        ("generate → score → train", "→ transfer: 7 calls", "over refs, not values"),
+    ),
+    Box(
+        "controller",
+        345,
+        30,
+        250,
+        122,
+        "fused and placed",
+        (
+            "calls of a slice become sequences",
+            "params bound to objects",
+            "gang order per world",
+            "one message a worker",
+        ),
+    ),
+    Box(
+        "inference",
+        30,
+        290,
+        250,
+        100,
+        "slice actors",
+        ("seq_0: sampler, scorer", "exports tokens, log-probs, rewards"),
+        copies=2,
+    ),
+    Box(
+        "trainer",
+        420,
+        290,
+        250,
+        100,
+        "slice trainer",
+        ("seq_1: train, state donated", "exports policy, optimizer, reward"),
+        copies=2,
+    ),
+)
+
+
+def draw_program() -> str:
+    """The SVG text of one program on its way: traced, fused, run (examples/grpo_by_hand.py)."""
+    width, height = 720, 470
+    control = [
+        arrow("M260 92 H345", CONTROL),
+        arrow("M420 152 V205 H155 V284", CONTROL),
+        arrow("M520 152 V284", CONTROL),
+    ]
+    data = [
+        arrow("M280 330 H420", DATA, width=3.0),
+        arrow("M545 390 V430 H155 V390", DATA, width=3.0),
+        arrow("M30 350 H12 V120 H30", DATA, dashed=True),
+    ]
+    words = [
+        text(303, 82, "install once", colour=SOFT),
+        text(303, 108, "run by id", colour=SOFT),
+        text(288, 198, "Execute: ids, places of inputs", colour=SOFT),
+        text(350, 318, "transfers", colour=DATA, weight=600),
+        text(350, 424, "the new policy", colour=DATA, weight=600),
+        text(20, 236, "ref.result(): shards to the client", colour=DATA, anchor="start"),
+    ]
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="{FONT}" role="img" aria-label="A program from the client to the workers of two slices">',
+        f"<defs>{marker('control', CONTROL)}{marker('data', DATA)}</defs>",
+        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        *control,
+        *data,
+        *(box.svg() for box in STEPS),
+        *words,
+        "</svg>",
+    ]
+    return "\n".join(body) + "\n"
+
+
+PICTURES = {"architecture.svg": draw, "program.svg": draw_program}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Write the picture."""
-    parser = argparse.ArgumentParser(description="Draw the architecture picture.")
-    default = Path(__file__).resolve().parent.parent / "docs" / "architecture.svg"
-    parser.add_argument("--out", type=Path, default=default)
+    """Write the pictures."""
+    parser = argparse.ArgumentParser(description="Draw the pictures of docs/.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "docs", metavar="FOLDER")
     out: Path = parser.parse_args(argv).out
-    out.write_text(draw(), encoding="utf-8")
-    print(f"wrote {out}")
+    for name, picture in PICTURES.items():
+        (out / name).write_text(picture(), encoding="utf-8")
+        print(f"wrote {out / name}")
     return 0
 
 

@@ -28,6 +28,7 @@ from waypath.tools.follow import FALLBACK_STOP_S, Interrupts, follow, recorded_c
 from waypath.tools.launch import InterruptedStart, LocalCluster, find_cluster
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+BENCHES = ("dispatch", "grpo", "scale")
 ENDED = ("done", "failed", "cancelled", "interrupted")
 
 
@@ -97,8 +98,10 @@ def parser() -> argparse.ArgumentParser:
         _cluster_options(command)
 
     bench = add("bench", bench_command, "Run a benchmark; its baselines are measured in the same run.")
-    bench.add_argument("name", metavar="NAME", help="grpo")
+    bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
     bench.add_argument("--json", metavar="FILE", help="write the result there")
+    bench.add_argument("--plot", metavar="FILE", help="draw it there (PNG or SVG; needs matplotlib)")
+    bench.add_argument("--quick", action="store_true", help="a smoke run, for no figures")
     return top
 
 
@@ -244,7 +247,7 @@ def _directory(client: Client, run_id: str, run_dir: Path) -> Path:
 
 def up_command(arguments: argparse.Namespace, console: Console) -> int:
     """`waypath up`: a cluster until Ctrl-C; its runs are stopped with a checkpoint."""
-    config = configs.load(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
+    config = configs.load_cluster(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
     preflight.check(config)
     with Interrupts() as interrupts:
         view = progress.View(console)
@@ -384,13 +387,12 @@ def copy_export(run_dir: Path, run_id: str, out: Path) -> str:
 
 
 def bench_command(arguments: argparse.Namespace, console: Console) -> int:
-    """`waypath bench NAME`: `main(json_file: Path | None) -> int` of `waypath.tools.bench.NAME`."""
-    folder = Path(__file__).resolve().parent / "bench"
-    known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
-    if arguments.name not in known:
-        raise ConfigError(f"no benchmark {arguments.name!r}; there are: {', '.join(known) or 'none'}")
+    """`waypath bench NAME`: `main(json_file, plot, quick) -> int` of `waypath.tools.bench.NAME`."""
+    if arguments.name not in BENCHES:
+        raise ConfigError(f"no benchmark {arguments.name!r}; there are: {', '.join(BENCHES)}")
     module = importlib.import_module(f"waypath.tools.bench.{arguments.name}")
-    return int(module.main(Path(arguments.json) if arguments.json else None))
+    json_file, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
+    return int(module.main(json_file, plot, arguments.quick))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ import psutil
 
 from waypath.controller.client.client import Client, connect
 from waypath.proto.channel import new_token
-from waypath.proto.config import RunConfig
+from waypath.proto.config import AnyConfig, load_cluster
 from waypath.proto.errors import ConfigError, DeadlineError, NotFoundError, WaypathError, WorkerLostError
 from waypath.tools.supervisor import Child, Policy, ProcessSpec, RestartBudget, Supervisor, Unit, log_tail
 
@@ -76,7 +76,7 @@ class LocalCluster:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: AnyConfig,
         *,
         restart_trainers: bool = False,
         listen: str = "127.0.0.1:0",
@@ -130,7 +130,14 @@ class LocalCluster:
         self.token = new_token(self.token_file)
         self.supervisor.add(Unit("controller", Policy.FATAL, self._launch_controller))
         policy = Policy.RESTART if self._restart_trainers else Policy.END
-        self.supervisor.add(Unit("trainer", policy, self._launch_trainers))
+        if self.config.cluster.trainer_processes:
+            launch = partial(self._launch_world, "trainer", "trainer", self.config.cluster.trainer_processes, 1)
+            self.supervisor.add(Unit("trainer", policy, launch))
+        compute = self.config.compute
+        for number in range(compute.worlds):
+            world = f"compute-{number}"
+            launch = partial(self._launch_world, world, "compute", compute.processes, compute.devices)
+            self.supervisor.add(Unit(world, Policy.RESTART, launch))
         for role in ("inference", "reward"):
             for index in range(self._counts()[role]):
                 name = f"{role}-{index}"
@@ -161,7 +168,9 @@ class LocalCluster:
 
     def worker_names(self) -> list[str]:
         """Names of the workers that this configuration asks for."""
-        return [f"{role}-{index}" for role, count in self._counts().items() for index in range(count)]
+        compute = self.config.compute
+        of_runs = [f"{role}-{index}" for role, count in self._counts().items() for index in range(count)]
+        return of_runs + [f"compute-{w}-{index}" for w in range(compute.worlds) for index in range(compute.processes)]
 
     def _counts(self) -> dict[str, int]:
         counts = self.config.cluster
@@ -224,17 +233,16 @@ class LocalCluster:
         self.address = f"{self._listen.rpartition(':')[0]}:{port}"
         self._dialled = self._via(self.address)
 
-    def _launch_trainers(self, spawn: Spawn) -> None:
-        count = self.config.cluster.trainer_processes
+    def _launch_world(self, world: str, role: str, count: int, devices: int, spawn: Spawn) -> None:
+        """Starts a world of `count` processes and, where there are several, what coordinates them."""
         coordinator = None
         if count > 1:
+            name = "coordinator" if role == "trainer" else f"coordinator-{world}"
             argv = ["--processes", str(count)]
-            port = self._start_with_port(
-                spawn, "coordinator", "waypath.tools.coordinator", argv, SIDECAR_START_S, world="trainer"
-            )
+            port = self._start_with_port(spawn, name, "waypath.tools.coordinator", argv, SIDECAR_START_S, world=world)
             coordinator = f"127.0.0.1:{port}"
         for index in range(count):
-            spawn(self._worker(f"trainer-{index}", "trainer", "trainer", index, count, coordinator))
+            spawn(self._worker(f"{world}-{index}", role, world, index, count, coordinator, devices))
 
     def _launch_alone(self, name: str, role: str, spawn: Spawn) -> None:
         spawn(self._worker(name, role, name, 0, 1, None))
@@ -255,17 +263,26 @@ class LocalCluster:
         self._ports[name] = port
         return port
 
-    def _worker(self, name: str, role: str, world: str, index: int, count: int, coordinator: str | None) -> ProcessSpec:
+    def _worker(
+        self, name: str, role: str, world: str, index: int, count: int, coordinator: str | None, devices: int = 1
+    ) -> ProcessSpec:
         threads = str(self.config.cluster.threads)
         argv = [sys.executable, "-m", "waypath.workers.main", "--controller", self._dialled]
         argv += ["--token-file", str(self.token_file), "--name", name, "--role", role, "--world", world]
         argv += ["--process-index", str(index), "--process-count", str(count), "--threads", threads]
         argv += ["--cache-dir", str(Path(self.config.cluster.compilation_cache).absolute())]
+        if devices > 1:
+            argv += ["--local-devices", str(devices)]
         if coordinator is not None:
             argv += ["--coordinator", coordinator]
         for prefix in self.config.reward.allow_import:
             argv += ["--allow-import", prefix]
-        env = {"NPROC": threads, "OMP_NUM_THREADS": threads, "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1"}
+        env = {
+            "NPROC": threads,
+            "OMP_NUM_THREADS": threads,
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "PYTHONUNBUFFERED": "1",
+        }
         if role != "reward":
             env |= LARGE_BUFFERS
         return ProcessSpec(name, role, world, tuple(argv), self._log(name), env)
@@ -303,6 +320,19 @@ class LocalCluster:
         shutil.rmtree(self.directory / "ports", ignore_errors=True)
         if self._logs_moved:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def local_client(
+    config: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> Iterator[Client]:
+    """A client of a cluster that is started on this machine for it, from a file such as examples/compute.toml.
+
+    The cluster ends with the context. Raises what starting raises.
+    """
+    with LocalCluster(load_cluster(config, overrides)) as cluster, connect(cluster.address, cluster.token) as client:
+        cluster.wait_ready(client)
+        yield client
 
 
 def check_port(address: str) -> None:

@@ -8,7 +8,7 @@ Must not load jax or user code. Called by the launcher. Raises UserErrors only.
 from pathlib import Path
 from typing import Literal, get_args
 
-from waypath.proto.config import RunConfig
+from waypath.proto.config import AnyConfig, ClusterConfig, RunConfig
 from waypath.proto.errors import ConfigError
 from waypath.workers.engines.shape import engine_shape
 from waypath.workers.engines.source import PromptSource
@@ -22,8 +22,11 @@ PROMPTS = 10_000  # rows of a split whose prompts are made here: seconds at most
 Split = Literal["train", "eval"]
 
 
-def check(config: RunConfig) -> None:
+def check(config: AnyConfig) -> None:
     """Raises ConfigError, ModelError or TaskError for what would fail only after minutes of starting."""
+    if isinstance(config, ClusterConfig):
+        _check_directory(Path(config.storage.run_dir), "storage.run_dir")
+        return
     model, text = open_model(config)
     check_memory("trainer", trainer_bytes(model, config.trainer.mesh.get("fsdp", 1)), config.trainer.memory_limit_bytes)
     check_memory("inference", engine_bytes(model, engine_shape(config)), config.inference.memory_limit_bytes)

@@ -17,6 +17,8 @@ from waypath.proto.worker_pb2_grpc import WorkerStub
 
 __all__ = ["GrpcTransport"]
 
+FETCH_TIMEOUT_S = 120.0
+
 
 class GrpcTransport:
     """Dials `address` (host:port) anew for each stream."""
@@ -34,3 +36,14 @@ class GrpcTransport:
                     yield message
             except grpc.RpcError as error:
                 raise from_rpc_error(error, f"talk to the controller at {self._address}") from error
+
+    async def fetch_function(self, digest: str) -> AsyncIterator[bytes]:
+        """Yield the bytes of an uploaded function; raises the controller's error where it has none of that digest."""
+        async with channels.aio_channel(self._address) as channel:
+            request = pb.FetchFunctionRequest(digest=digest)
+            call = WorkerStub(channel).FetchFunction(request, metadata=self._metadata, timeout=FETCH_TIMEOUT_S)
+            try:
+                async for chunk in call:
+                    yield chunk.data
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, f"fetch function {digest} at {self._address}") from error

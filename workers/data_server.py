@@ -6,14 +6,14 @@ jax. Called by `main`; reads the store. Every RPC needs the cluster token (`prot
 `Pull` is a long poll: an object that is not here yet is sent when it is, in whatever order objects become
 ready. An object that failed or was released ends the stream with an error whose `where` is the object's id;
 the puller asks again for the others. `PullSlices` sends boxes in the order of the request and holds the
-exposure open meanwhile.
+exposure open meanwhile; of an object on devices it sends copies. `Push` takes what a client hands in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import google_crc32c
@@ -24,20 +24,28 @@ from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import LocalError, ProtocolError, TransferError, WaypathError, trailer
 from waypath.proto.names import object_id
+from waypath.proto.wire import chunks, encode
+from waypath.workers.mailbox import Mailbox
+from waypath.workers.puller import received_objects
 from waypath.workers.store import ExposedTensor, ObjectStore
-from waypath.workers.wire import chunks, encode
 
-__all__ = ["DataServer"]
+__all__ = ["DataServer", "Expose"]
 
 SERVICE = "waypath.v1.Data"
+Expose = Callable[[Any], Awaitable[Mapping[str, ExposedTensor]]]
+"""Copies the arrays of a held object to host memory."""
 MAX_OBJECTS_PER_PULL = 10_000
 
 
 class DataServer:
     """Serves `store`. Start it on the network loop; `address` is known after `start`."""
 
-    def __init__(self, store: ObjectStore, token: str) -> None:
+    def __init__(
+        self, store: ObjectStore, token: str, mailbox: Mailbox | None = None, expose: Expose | None = None
+    ) -> None:
         self._store = store
+        self._mailbox = mailbox or Mailbox()
+        self._expose = expose
         self._server = channels.aio_server(token)
         self.address = ""
         self.egress_bytes = 0
@@ -50,6 +58,11 @@ class DataServer:
             # The frames are SliceChunk messages, encoded by `wire`.
             "PullSlices": grpc.unary_stream_rpc_method_handler(
                 self._pull_slices, request_deserializer=pb.SlicesRequest.FromString
+            ),
+            "Push": grpc.stream_unary_rpc_method_handler(
+                self._push,
+                request_deserializer=pb.PullChunk.FromString,
+                response_serializer=pb.PushReply.SerializeToString,
             ),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -101,7 +114,7 @@ class DataServer:
 
     async def _pull_slices(self, request: pb.SlicesRequest, context: Any) -> AsyncIterator[bytes]:
         try:
-            with self._store.reading(request.name, request.puller) as tensors:
+            async with self._tensors(request) as tensors:
                 for index, wanted in enumerate(request.slices):
                     exposed = tensors.get(wanted.tensor)
                     if exposed is None:
@@ -114,6 +127,33 @@ class DataServer:
                         self.egress_bytes += len(data)
         except WaypathError as error:
             await _abort(context, error)
+
+    @contextlib.asynccontextmanager
+    async def _tensors(self, request: pb.SlicesRequest) -> AsyncIterator[Mapping[str, ExposedTensor]]:
+        """What is exposed under the name, held open; of an object, as soon as it is here, the host's copy of its arrays."""
+        if not request.object:
+            with self._store.reading(request.name, request.puller) as tensors:
+                yield tensors
+            return
+        held = await self._store.wait(request.name)
+        if self._expose is None:
+            raise TransferError(f"{request.name}: this worker holds no arrays on devices")
+        try:
+            found = await self._expose(held)
+        except WaypathError:
+            raise
+        except Exception as error:  # whatever a computation that failed raises when it is read
+            raise TransferError(f"{request.name}: {type(error).__name__}: {error}") from error
+        yield found
+
+    async def _push(self, messages: AsyncIterator[pb.PullChunk], context: Any) -> pb.PushReply:
+        try:
+            async with contextlib.aclosing(received_objects(messages)) as objects:
+                async for name, bundle in objects:
+                    self._mailbox.deliver(name, bundle)
+        except WaypathError as error:
+            await _abort(context, error)
+        return pb.PushReply()
 
 
 def _about(name: pb.ObjectId, failure: BaseException) -> WaypathError:

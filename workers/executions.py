@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,23 @@ from waypath.proto.errors import DeadlineError, LocalError, ProtocolError, from_
 from waypath.proto.names import object_id
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import Lanes
-from waypath.workers.service import Call, Lane, ServiceContext, find_service, lane_of
+from waypath.workers.service import Call, DivergedError, Lane, ServiceContext, find_service, lane_of
+from waypath.workers.store import Held
 
 __all__ = ["Executions"]
 
+ON_DEVICE = "function"  # the service that runs sequences and holds arrays
 NO_DEADLINE_S = 7 * 24 * 3600.0
 
 _STATES = {"finished": pb.NodeEvent.FINISHED, "failed": pb.NodeEvent.FAILED, "cancelled": pb.NodeEvent.CANCELLED}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """An installed fragment of a program."""
+
+    nodes: dict[str, pb.Node]
+    slices: dict[str, pb.MeshSlice]
 
 
 @dataclass(eq=False)
@@ -46,10 +56,14 @@ class _Node:
     method: Callable[[Call], Any]
     call: Call
     before: asyncio.Event | None  # the end of the jax-lane node ahead of this one
+    prepare: Callable[[Call], Awaitable[None]] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     stage: str = "inputs"  # inputs, turn, running
     cancelled: str = ""  # why
     task: asyncio.Task[None] | None = None
+
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)  # nobody wants its result any more
+    gang: bool = False  # part of a computation of several processes: it runs whatever happens, or its peers hang
 
     @property
     def reader(self) -> str:
@@ -57,7 +71,13 @@ class _Node:
 
     @property
     def title(self) -> str:
-        return f"{self.spec.service}.{self.spec.method} ({self.call.execution_id}/{self.spec.node_id})"
+        what = f"{self.spec.service}.{self.spec.method}" if self.spec.service else self.spec.kind
+        return f"{what} ({self.call.execution_id}/{self.spec.node_id})"
+
+    @property
+    def on_device(self) -> bool:
+        """Does it work on arrays where they lie? Then nothing is fetched for it ahead."""
+        return self.spec.kind == "sequence" or (self.spec.kind == "transfer" and len(self.spec.takes) > 0)
 
 
 @dataclass(eq=False)
@@ -90,7 +110,7 @@ class Executions:
         self._new_inputs = new_inputs
         self._emit = emit
         self._abort = abort
-        self._programs: dict[str, dict[str, pb.Node]] = {}
+        self._programs: dict[str, _Program] = {}
         self._executions: dict[str, _Execution] = {}
         self._services: dict[str, Any] = {}
         self._last_jax: asyncio.Event | None = None
@@ -123,7 +143,9 @@ class Executions:
 
     def install(self, message: pb.Install) -> None:
         """Keep a program's nodes for later `execute`s; installing it again replaces it."""
-        self._programs[message.program_id] = {node.node_id: node for node in message.nodes}
+        self._programs[message.program_id] = _Program(
+            {node.node_id: node for node in message.nodes}, {slice_.name: slice_ for slice_ in message.slices}
+        )
 
     def execute(self, message: pb.Execute) -> None:
         """Start the assigned nodes, in order. An attempt that is known is not started again.
@@ -136,7 +158,7 @@ class Executions:
             execution = _Execution(message.execution_id, self._new_inputs(message.execution_id))
             self._executions[message.execution_id] = execution
         for location in message.locations:
-            execution.inputs.locate(location.node_id, tuple(location.workers))
+            execution.inputs.locate(location.node_id, tuple(location.workers), location.object_id)
         trouble = self._gang_trouble(message.gang_sequence)
         for assigned in message.nodes:
             if execution.attempts.get(assigned.node_id, -1) >= assigned.attempt:
@@ -144,7 +166,8 @@ class Executions:
             self._drop_attempt(execution, assigned.node_id, f"attempt {assigned.attempt} replaces it")
             execution.attempts[assigned.node_id] = assigned.attempt
             execution.events.pop(assigned.node_id, None)
-            self._context.store.reopen(object_id(execution.execution_id, assigned.node_id))
+            for name in self._objects_of(message.program_id, assigned.node_id):
+                self._context.store.reopen(object_id(execution.execution_id, name))
             try:
                 if trouble is not None:
                     raise trouble
@@ -153,7 +176,8 @@ class Executions:
                 self._finish(execution, assigned.node_id, assigned.attempt, "failed", error=error)
                 continue
             execution.nodes[assigned.node_id] = node
-            execution.inputs.want(node.reader, tuple(node.spec.inputs))
+            if not node.on_device:
+                execution.inputs.want(node.reader, tuple(node.spec.inputs))
             node.task = asyncio.get_running_loop().create_task(self._run(execution, node), name=node.title)
 
     def answer(self, message: pb.Execute) -> None:
@@ -183,13 +207,15 @@ class Executions:
             execution.released = True
             self._cancel(execution, "released")
             execution.inputs.close()
-        self._context.store.release_execution(message.execution_id)
+        self._context.mailbox.drop(message.execution_id)
+        self._context.store.release_execution(message.execution_id, kept=message.kept)
 
     def cancel(self, message: pb.Cancel) -> None:
         """Stop what can be stopped and free the execution's objects."""
         execution = self._executions.get(message.execution_id)
         if execution is not None:
             self._cancel(execution, message.reason or "cancelled")
+        self._context.mailbox.drop(message.execution_id)
         self._context.store.release_execution(message.execution_id, "cancelled")
 
     def drop_all(self, reason: str) -> None:
@@ -197,6 +223,8 @@ class Executions:
         for execution_id in list(self._executions):
             self.cancel(pb.Cancel(execution_id=execution_id, reason=reason))
             self.release(pb.Release(execution_id=execution_id))
+        for name in self._context.store.names():  # what outlived its execution
+            self._context.store.release(name)
         self._programs.clear()
         self._gang_sequence = 0
 
@@ -212,18 +240,20 @@ class Executions:
 
     def _instantiate(self, execution: _Execution, message: pb.Execute, assigned: pb.Assignment) -> _Node:
         where = object_id(execution.execution_id, assigned.node_id)
-        spec = self._programs.get(message.program_id, {}).get(assigned.node_id)
-        if spec is None:
+        program = self._programs.get(message.program_id)
+        spec = None if program is None else program.nodes.get(assigned.node_id)
+        if program is None or spec is None:
             raise ProtocolError(f"program {message.program_id} with this node is not installed here", where=where)
         lane: Lane
-        if spec.kind == "transfer":
-            lane, method = "async", _pass_on
+        prepare = None
+        if spec.kind == "sequence":
+            service = self._service(ON_DEVICE)
+            lane, method, prepare = "jax", service.sequence, service.prepare
+        elif spec.kind == "transfer":
+            lane, method = "async", self._service(ON_DEVICE).transfer if spec.takes else _pass_on
         else:
-            cls = find_service(spec.service)
-            lane = lane_of(cls, spec.method)
-            if spec.service not in self._services:
-                self._services[spec.service] = cls(self._context)
-            method = getattr(self._services[spec.service], spec.method)
+            method = getattr(self._service(spec.service), spec.method, None)
+            lane = lane_of(type(self._services[spec.service]), spec.method)
         options = {**codecs.load_json(spec.options_json), **codecs.load_json(message.args_json)}
         call = Call(
             execution_id=execution.execution_id,
@@ -232,33 +262,67 @@ class Executions:
             inputs=[],
             context=self._context,
             deadline=time.monotonic() + (spec.deadline_s or NO_DEADLINE_S),
+            program_id=message.program_id,
+            node=spec,
+            slices=program.slices,
+            objects=tuple(map(execution.inputs.object_id, spec.inputs)),
         )
         before = self._last_jax if lane == "jax" else None
-        node = _Node(spec, assigned.attempt, lane, method, call, before)
+        node = _Node(spec, assigned.attempt, lane, method, call, before, prepare)
+        mesh = program.slices.get(spec.slice)
+        node.gang = spec.kind == "sequence" and mesh is not None and len({d.worker for d in mesh.devices}) > 1
         call.on_activity = lambda text: self._set_activity(node, text)
         if lane == "jax":
             self._last_jax = node.over
         self._activity[node] = node.title
         return node
 
+    def _service(self, name: str) -> Any:
+        """The worker's one instance of a service."""
+        if name not in self._services:
+            self._services[name] = find_service(name)(self._context)
+        return self._services[name]
+
+    def _objects_of(self, program_id: str, node_id: str) -> tuple[str, ...]:
+        """Names of the objects that a node leaves behind."""
+        program = self._programs.get(program_id)
+        spec = None if program is None else program.nodes.get(node_id)
+        return tuple(spec.exports) if spec is not None and spec.kind == "sequence" else (node_id,)
+
+    async def _inputs(self, execution: _Execution, node: _Node) -> list[Any]:
+        """A part per worker of each input; of a sequence, whose inputs lie where it runs, this worker's own parts."""
+        if node.gang:  # what cannot be had is replaced, for the peers may have it
+            return await execution.inputs.local_or_errors(node.spec.inputs, node.given_up)
+        if node.spec.kind == "sequence":
+            return await execution.inputs.local(node.spec.inputs)
+        return [] if node.on_device else await execution.inputs.get(node.spec.inputs)
+
     async def _run(self, execution: _Execution, node: _Node) -> None:
-        outcome, error, bundle = "finished", None, None
+        outcome, error, kept, diverged = "finished", None, None, False
         try:
             async with asyncio.timeout(node.call.remaining_s):
-                node.call.inputs = await execution.inputs.get(node.spec.inputs)
+                node.call.inputs = await self._inputs(execution, node)
+                if node.prepare is not None:
+                    await node.prepare(node.call)
                 if node.before is not None:
                     node.stage = "turn"
                     await node.before.wait()
                 node.stage = "running"
+                missing = _first_error(node.call.inputs)
                 returned = await self._lanes.run(node.lane, node.method, node.call)
-            if returned is not None and not isinstance(returned, Bundle):
-                raise LocalError(f"{node.title} returned {type(returned).__name__}, not a Bundle or None")
-            bundle = returned or Bundle()
+                if missing is not None:
+                    raise missing
+                kept = self._keep(execution, node, returned)
+                if node.call.ready is not None:
+                    node.over.set()  # what is next may be enqueued behind it
+                    await self._lanes.ready(node.call.ready)
         except asyncio.CancelledError:
             outcome = "cancelled"
             node.cancelled = node.cancelled or "cancelled"
         except TimeoutError as raised:
             outcome, error = "failed", self._overrun(execution, node, raised)
+        except DivergedError as raised:
+            outcome, error, diverged = "failed", raised.error, True
         except Exception as raised:  # an error is a value: whatever a method raises goes to the controller
             outcome, error = "failed", raised
         stuck = node.stage == "running" and isinstance(error, DeadlineError) and node.lane == "jax"
@@ -269,10 +333,27 @@ class Executions:
         if execution.nodes.get(node.spec.node_id) is node:
             del execution.nodes[node.spec.node_id]
             if node.cancelled:
-                outcome, bundle, error = "cancelled", None, None
-            self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, bundle, error)
-        if stuck and time.monotonic() >= node.call.deadline:
+                outcome, kept, error = "cancelled", None, None
+            self._finish(execution, node.spec.node_id, node.attempt, outcome, node.call, kept, error)
+        if diverged or (stuck and time.monotonic() >= node.call.deadline):
             self._abort(str(error))
+
+    def _keep(self, execution: _Execution, node: _Node, returned: Any) -> dict[str, Held]:
+        """Puts into the store what a method returned, unless nobody wants it any more; returns it by object name."""
+        objects: dict[str, Held]
+        if node.spec.kind == "sequence":
+            objects = returned
+        else:
+            value = Bundle() if returned is None else returned
+            if isinstance(value, Bundle):
+                codecs.header(value)  # what cannot travel is this node's failure, not its consumers'
+            elif node.spec.service != ON_DEVICE and not node.on_device:
+                raise LocalError(f"{node.title} returned {type(returned).__name__}, not a Bundle or None")
+            objects = {node.spec.node_id: value}
+        if execution.nodes.get(node.spec.node_id) is node and not node.cancelled and not execution.released:
+            for name, value in objects.items():
+                self._context.store.put(object_id(execution.execution_id, name), value)
+        return objects
 
     def _finish(
         self,
@@ -281,27 +362,30 @@ class Executions:
         attempt: int,
         outcome: str,
         call: Call | None = None,
-        bundle: Bundle | None = None,
+        kept: dict[str, Held] | None = None,
         error: BaseException | None = None,
     ) -> None:
         if execution.released:
             return
-        name = object_id(execution.execution_id, node_id)
-        where = f"{name} on {self._context.worker}"
+        where = f"{object_id(execution.execution_id, node_id)} on {self._context.worker}"
         event = pb.NodeEvent(execution_id=execution.execution_id, node_id=node_id, attempt=attempt)
         if call is not None:
             event.spans.extend(_spans(call))
-        if outcome == "finished" and call is not None and bundle is not None:
+        if outcome == "finished" and call is not None and kept is not None:
             try:
                 event.result_json = codecs.dump_result(call.result, where)
-                codecs.header(bundle)  # what cannot travel is this node's failure, not its consumers'
-                event.object_bytes = bundle.nbytes
-                self._context.store.put(name, bundle)
-            except Exception as raised:  # a result that is not JSON, a dtype or a size that may not travel
+                if call.node.kind == "sequence":
+                    event.export_bytes.update({name: value.nbytes for name, value in kept.items()})
+                else:
+                    event.object_bytes = sum(value.nbytes for value in kept.values())
+            except Exception as raised:  # a result that is not JSON or too long
                 outcome, error = "failed", raised
         if error is not None:
             event.error.CopyFrom(to_message(error, where))
-            self._context.store.fail(name, from_message(event.error))  # a copy: a traceback would pin arrays
+            names = (node_id,) if call is None or call.node.kind != "sequence" else tuple(call.node.exports)
+            for name in (object_id(execution.execution_id, name) for name in names):
+                self._context.store.reopen(name)  # what came out of it before it failed
+                self._context.store.fail(name, from_message(event.error))  # a copy: a traceback would pin arrays
         event.state = _STATES[outcome]
         execution.events[node_id] = event
         self._emit(event)
@@ -322,9 +406,10 @@ class Executions:
     def _cancel(self, execution: _Execution, reason: str) -> None:
         for node in execution.nodes.values():
             node.cancelled = reason
+            node.given_up.set()
             # What runs on a thread cannot be stopped: it goes on under its deadline and its outcome is
             # dropped.
-            if node.task is not None and (node.stage != "running" or node.lane == "async"):
+            if node.task is not None and not node.gang and (node.stage != "running" or node.lane == "async"):
                 node.task.cancel()
 
     def _drop_attempt(self, execution: _Execution, node_id: str, reason: str) -> None:
@@ -355,6 +440,11 @@ async def _pass_on(call: Call) -> Bundle:
     parts: list[Bundle] = call.inputs[0]
     index = call.context.process_index
     return parts[index if len(parts) == call.context.process_count else 0]
+
+
+def _first_error(inputs: list[Any]) -> Exception | None:
+    """The first input of a gang's node that could not be had."""
+    return next((value for value in inputs if isinstance(value, Exception)), None)
 
 
 def _spans(call: Call) -> Iterator[common_pb2.Span]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from waypath.proto.codecs import Bundle
+from waypath.proto.errors import NotFoundError, WaypathError
 from waypath.proto.names import object_id
 from waypath.workers.puller import Fetch, ObjectPuller
 from waypath.workers.store import ObjectStore
@@ -30,6 +32,7 @@ class _Producer:
     """One input node as seen from here."""
 
     workers: tuple[str, ...] = ()
+    object_id: str = ""  # of a parameter: the object that it is bound to
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     readers: set[str] = field(default_factory=set)
     fetches: list[Fetch] = field(default_factory=list)
@@ -46,11 +49,12 @@ class Inputs:
         self._puller = puller
         self._producers: dict[str, _Producer] = {}
 
-    def locate(self, node_id: str, workers: tuple[str, ...]) -> None:
+    def locate(self, node_id: str, workers: tuple[str, ...], bound: str = "") -> None:
         """The parts of `node_id` are, or will be, on `workers` (process order). Replaces what was said
-        before.
+        before. `bound`: it is a parameter, and this is its object.
         """
         producer = self._producers.setdefault(node_id, _Producer())
+        producer.object_id = bound or producer.object_id
         if producer.workers != workers:
             producer.workers = workers
             producer.moved.set()
@@ -66,6 +70,38 @@ class Inputs:
                     self._resolve(node_id, producer), name=f"input {self._execution_id}/{node_id}"
                 )
                 producer.task.add_done_callback(_failed)  # a failure that nobody reads any more is not a warning
+
+    def object_id(self, name: str) -> str:
+        """The id of the object that an input is."""
+        producer = self._producers.get(name)
+        return (producer.object_id if producer is not None else "") or object_id(self._execution_id, name)
+
+    def workers(self, name: str) -> tuple[str, ...]:
+        """Who holds an input, in process order."""
+        producer = self._producers.get(name)
+        return () if producer is None else producer.workers
+
+    async def local(self, names: Iterable[str]) -> list[Any]:
+        """This worker's own parts of these objects, as soon as they are here; raises the error of one that failed."""
+        return [await self._store.wait(self.object_id(name)) for name in names]
+
+    async def local_or_errors(self, names: Iterable[str], given_up: asyncio.Event) -> list[Any]:
+        """As `local`; instead of a part that will never be here, the error that says why. Waits no longer than until `given_up`."""
+        found: list[Any] = []
+        over = asyncio.ensure_future(given_up.wait())
+        try:
+            for name in names:
+                part = asyncio.ensure_future(self._store.wait(self.object_id(name)))
+                await asyncio.wait([part, over], return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    found.append(part.result() if part.done() else NotFoundError(f"{name} is not wanted any more"))
+                except WaypathError as error:
+                    found.append(error)
+                finally:
+                    part.cancel()
+            return found
+        finally:
+            over.cancel()
 
     async def get(self, producers: Iterable[str]) -> list[list[Bundle]]:
         """Per producer, the bundles of its workers; raises the first error that cannot be waited out."""
@@ -122,10 +158,10 @@ class Inputs:
         waits: list[asyncio.Future[Bundle]] = []
         for worker in producer.workers:
             if worker == self._worker:
-                name = object_id(self._execution_id, node_id)
-                waits.append(asyncio.ensure_future(self._store.wait(name)))
+                waits.append(asyncio.ensure_future(self._store.wait(self.object_id(node_id))))
             else:
-                fetch = self._puller.fetch(self._execution_id, node_id, worker)
+                execution_id, _, name = self.object_id(node_id).rpartition("/")
+                fetch = self._puller.fetch(execution_id, name, worker)
                 producer.fetches.append(fetch)
                 waits.append(fetch.future)
         try:

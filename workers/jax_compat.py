@@ -9,7 +9,7 @@ Checked against jax and jaxlib 0.10.2. What is private: `jax._src.distributed.gl
 `jax.distributed.initialize` starts the service inside process 0),
 `jaxlib._jax.get_distributed_runtime_service` and `…_client`, `make_gloo_tcp_collectives` and
 `jax._src.xla_bridge.register_backend_factory` (gloo listens on the address that the host's name resolves to,
-unless it is told another), `jax._src.compiler._cache_write` (jax writes the compilation cache from process 0 alone, while
+unless it is told another), `jax._src.export._export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE`, `jax._src.compiler._cache_write` (jax writes the compilation cache from process 0 alone, while
 on CPU every process looks under a key of its own: the fingerprint of its topology).
 """
 
@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["World", "host_coordination_service", "join_world", "leave_world", "set_environment"]
+__all__ = [
+    "World",
+    "host_coordination_service",
+    "join_world",
+    "leave_world",
+    "set_environment",
+    "stable_custom_calls",
+]
 
 HEARTBEAT_TIMEOUT_S = 10  # a dead member is noticed after 7 to 15 s; the control stream breaks sooner
 JOIN_TIMEOUT_S = 120
@@ -48,6 +55,13 @@ def set_environment(threads: int, *, platform: str = "", local_devices: int = 1,
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache_dir
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def stable_custom_calls() -> frozenset[str]:
+    """The custom call targets that jax promises to keep: the ones that an exported function may make."""
+    from jax._src.export import _export
+
+    return frozenset(_export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE)
 
 
 @dataclass(frozen=True)

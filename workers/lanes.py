@@ -43,6 +43,11 @@ class JaxThread:
         started = self._started_at
         return 0.0 if started is None else time.monotonic() - started
 
+    @property
+    def has_more(self) -> bool:
+        """Is anything queued behind what runs now?"""
+        return not self._queue.empty()
+
     def submit(self, fn: Callable[[], T], /) -> concurrent.futures.Future[T]:
         """Queue `fn`; the future gives its result or exception. RuntimeError after `stop`."""
         if self._closed.is_set():
@@ -90,6 +95,7 @@ class Lanes:
     def __init__(self, jax_thread: JaxThread, host_threads: int = 4) -> None:
         self._jax = jax_thread
         self._host = concurrent.futures.ThreadPoolExecutor(host_threads, thread_name_prefix="host")
+        self._ready = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ready")
 
     async def run(self, lane: Lane, method: Callable[[Call], Any], call: Call) -> Any:
         """Run `method(call)` on `lane` and wait for it.
@@ -103,6 +109,14 @@ class Lanes:
             return await asyncio.wrap_future(self._jax.submit(lambda: method(call)))
         return await asyncio.wrap_future(self._host.submit(method, call))
 
+    async def ready(self, wait: Callable[[], None]) -> None:
+        """Blocks on a thread until what the JAX thread has enqueued is done; one after the other, in the order of the calls.
+
+        So what failed is told before what was computed from it.
+        """
+        await asyncio.wrap_future(self._ready.submit(wait))
+
     def close(self) -> None:
         """Take no more host work; threads that run are left to end."""
         self._host.shutdown(wait=False, cancel_futures=True)
+        self._ready.shutdown(wait=False, cancel_futures=True)

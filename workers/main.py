@@ -24,15 +24,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from waypath.proto import channel as channels
 from waypath.proto import version
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import ConfigError, WaypathError
+from waypath.proto.errors import ConfigError, TransferError, WaypathError
 from waypath.workers import runtime as rt
 from waypath.workers import world
 from waypath.workers.control import GrpcTransport
@@ -40,14 +41,21 @@ from waypath.workers.data_server import DataServer
 from waypath.workers.executions import Executions
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import JaxThread, Lanes, NoJaxThread
+from waypath.workers.mailbox import Mailbox
 from waypath.workers.peers import Peers
 from waypath.workers.puller import ObjectPuller
 from waypath.workers.runtime import Runtime
 from waypath.workers.service import ServiceContext, find_service
-from waypath.workers.store import ObjectStore
+from waypath.workers.store import ExposedTensor, ObjectStore
 from waypath.workers.transfer import Transfer
 
-ROLE_SERVICES = {"trainer": ("trainer",), "inference": ("rollout",), "reward": ("reward",), "probe": ("probe",)}
+ROLE_SERVICES = {
+    "trainer": ("trainer",),
+    "inference": ("rollout",),
+    "reward": ("reward",),
+    "probe": ("probe",),
+    "compute": ("function",),
+}
 WITHOUT_JAX = frozenset({"reward", "probe"})
 EXIT_FAULT = 1
 LEAVE_S = 10.0  # how long the JAX thread may go on with what it does when the process is told to leave
@@ -179,10 +187,12 @@ class _Network(threading.Thread):
         options = self._options
         loop = asyncio.get_running_loop()
         store, peers = ObjectStore(), Peers()
-        server = DataServer(store, self._token)
+        mailbox = Mailbox()
+        server = DataServer(store, self._token, mailbox, self._expose)
         address = await server.start(options.data_listen)
         puller = ObjectPuller(options.name, self._token, peers)
         transfer = Transfer(options.name, self._token, peers, store)
+        transport = GrpcTransport(options.controller, self._token)
         context = ServiceContext(
             worker=options.name,
             role=options.role,
@@ -195,6 +205,9 @@ class _Network(threading.Thread):
             transfer=transfer,
             world=options.world,
             threads=options.threads,
+            mailbox=mailbox,
+            jax_has_more=lambda: self._jax_thread.has_more,
+            fetch_function=transport.fetch_function,
         )
         process = psutil.Process()
 
@@ -203,7 +216,6 @@ class _Network(threading.Thread):
             beat.store_bytes = store.nbytes
             beat.egress_bytes = server.egress_bytes
 
-        transport = GrpcTransport(options.controller, self._token)
         runtime = Runtime(self._register(address), transport, peers, status, grace_s=options.grace_s)
         lanes = Lanes(self._jax_thread)
         executions = Executions(
@@ -229,6 +241,14 @@ class _Network(threading.Thread):
         transfer.close()
         lanes.close()
         return code
+
+    async def _expose(self, held: Any) -> Mapping[str, ExposedTensor]:
+        """The arrays of a device object, copied to host memory behind what is queued on the JAX thread."""
+        from waypath.workers.functions.arrays import DeviceObject, exposed
+
+        if not isinstance(held, DeviceObject):
+            raise TransferError(f"expected arrays on devices, found {type(held).__name__}")
+        return await asyncio.wrap_future(self._jax_thread.submit(lambda: exposed(held)))
 
     def _register(self, data_address: str) -> pb.Register:
         options = self._options

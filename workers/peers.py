@@ -22,11 +22,17 @@ class Peers:
         self._peers: dict[str, pb.Peer] = {}
         self._changed = asyncio.Event()
 
-    def replace(self, peers: Iterable[pb.Peer]) -> None:
-        """Take the whole table; a worker that is missing from it is gone."""
-        self._peers = {peer.worker: peer for peer in peers}
+    def update(self, peers: Iterable[pb.Peer], gone: Iterable[str] = ()) -> None:
+        """Take what has changed: workers that are gone, then those that came."""
+        for worker in gone:
+            self._peers.pop(worker, None)
+        self._peers.update({peer.worker: peer for peer in peers})
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def clear(self) -> None:
+        """Another controller, or the same anew: it will tell everything again."""
+        self._peers = {}
 
     def address(self, worker: str) -> str:
         """The data address of `worker` (host:port). UnavailableError if it is not in the table."""

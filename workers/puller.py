@@ -33,7 +33,7 @@ from waypath.proto.errors import ProtocolError, UnavailableError, WaypathError, 
 from waypath.proto.names import object_id
 from waypath.workers.peers import Peers
 
-__all__ = ["PULL", "Fetch", "ObjectPuller"]
+__all__ = ["PULL", "Fetch", "ObjectPuller", "received_objects"]
 
 PULL = "/waypath.v1.Data/Pull"
 FIRST_PAUSE_S = 0.05
@@ -145,7 +145,7 @@ class ObjectPuller:
         call = self._channel(address).unary_stream(PULL, pb.PullRequest.SerializeToString, pb.PullChunk.FromString)
         messages = call(request, metadata=self._metadata)
         try:
-            async with contextlib.aclosing(_objects(messages)) as objects:
+            async with contextlib.aclosing(received_objects(messages)) as objects:
                 async for name, bundle in objects:
                     fetch_of = by_name.get(name)
                     if fetch_of is None:
@@ -166,7 +166,7 @@ class ObjectPuller:
         return channel
 
 
-async def _objects(messages: Any) -> AsyncGenerator[tuple[str, Bundle], None]:
+async def received_objects(messages: Any) -> AsyncGenerator[tuple[str, Bundle], None]:
     """Rebuild objects from a stream of chunks: a header, then its payload in one piece."""
     header: pb.ObjectHeader | None = None
     parts: list[bytes] = []

@@ -222,7 +222,7 @@ class Runtime:
         elif kind == "cancel":
             self._handler.cancel(message.cancel)
         elif kind == "peers":
-            self._peers.replace(message.peers.peers)
+            self._peers.update(message.peers.peers, message.peers.gone)
         elif kind == "shutdown":
             self._leave_grace_s = message.shutdown.grace_s or self._leave_grace_s
             self.leave(EXIT_OK, f"told to shut down: {message.shutdown.reason}")
@@ -236,6 +236,7 @@ class Runtime:
         self._cluster_id = message.welcome.cluster_id
         self._epoch, self._last = message.epoch, message.sequence
         self._attached_at = time.monotonic()
+        self._peers.clear()
         log.info("%s joined cluster %s", self._register.worker, self._cluster_id)
 
     def _refuse(self, message: pb.ControllerMessage, reason: str) -> None:

@@ -26,20 +26,23 @@ import contextlib
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
-from waypath.proto.errors import NotFoundError
+from waypath.proto import worker_pb2 as pb
+from waypath.proto.errors import NotFoundError, WaypathError
 
 if TYPE_CHECKING:
     from waypath.proto.codecs import Bundle
+    from waypath.workers.mailbox import Mailbox
     from waypath.workers.store import ObjectStore
     from waypath.workers.transfer import Transfer
 
 __all__ = [
     "Call",
+    "DivergedError",
     "Lane",
     "ServiceContext",
     "Span",
@@ -65,6 +68,7 @@ SERVICE_MODULES: Mapping[str, str] = MappingProxyType(
         "trainer": "waypath.workers.trainer.service",
         "rollout": "waypath.workers.engines.service",
         "reward": "waypath.workers.rewards.service",
+        "function": "waypath.workers.functions.service",
         "probe": "waypath.workers.probe",
     }
 )
@@ -87,13 +91,36 @@ class JaxSubmit(Protocol):
     def __call__(self, fn: Callable[[], T], /) -> concurrent.futures.Future[T]: ...
 
 
+class DivergedError(Exception):
+    """Work on the devices of several processes broke off in this one with `error`: its peers may wait in a collective for ever.
+
+    The process leaves after it has told of the error, and its world with it.
+    """
+
+    def __init__(self, error: WaypathError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _mailbox() -> Mailbox:
+    from waypath.workers.mailbox import Mailbox
+
+    return Mailbox()
+
+
+async def _no_functions(digest: str) -> AsyncIterator[bytes]:
+    raise NotFoundError(f"function {digest}: this worker has no controller to ask")
+    yield b""
+
+
 @dataclass
 class ServiceContext:
     """What a service may use of its worker. One per worker, shared by its services.
 
     `process_index` and `process_count` count the worker's world (0 of 1 for a worker without one). `loop` is
     the network thread's asyncio loop. `submit_jax` queues a function on the one JAX thread, behind what is
-    queued there; a worker without jax raises RuntimeError. `world` is the coordination id ("" without one).
+    queued there; a worker without jax raises RuntimeError. `world` is the coordination id ("" without one). `mailbox`: what
+    clients push here. `jax_has_more()` tells whether work is queued behind what the JAX thread runs now. `fetch_function(digest)` streams the bytes of an uploaded function from the controller.
     """
 
     worker: str
@@ -107,6 +134,9 @@ class ServiceContext:
     transfer: Transfer
     world: str = ""
     threads: int = 1
+    mailbox: Mailbox = field(default_factory=_mailbox)
+    jax_has_more: Callable[[], bool] = lambda: True
+    fetch_function: Callable[[str], AsyncIterator[bytes]] = _no_functions
 
 
 @dataclass
@@ -116,7 +146,9 @@ class Call:
     `options` are the node's options merged with the execution's arguments (arguments win). `inputs` holds,
     per edge, one Bundle per producing worker in process order. `deadline` is on the `time.monotonic()` clock;
     what overruns it on the jax lane ends the process. The object that a method returns is stored under
-    "{execution_id}/{node_id}" and stays on this worker until it is released.
+    "{execution_id}/{node_id}" and stays on this worker until it is released. `node` is the node as it was installed, `slices`
+    the meshes that its program speaks of, `objects` the ids of its inputs. A method of the `function` service that has only
+    enqueued its work leaves in `ready` what blocks until it is done.
     """
 
     execution_id: str
@@ -128,6 +160,11 @@ class Call:
     result: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     on_activity: Callable[[str], None] | None = None
+    program_id: str = ""
+    node: pb.Node = field(default_factory=pb.Node)
+    slices: Mapping[str, pb.MeshSlice] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
+    ready: Callable[[], None] | None = None
 
     def report(self, **result: Any) -> None:
         """Merge JSON-able values into the node's control-road result (at most 256 KiB of JSON together)."""

@@ -20,14 +20,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from waypath.proto.codecs import Bundle
 from waypath.proto.errors import DeadlineError, LocalError, NotFoundError, TransferError, WaypathError
 
-__all__ = ["ExposedTensor", "ObjectStore"]
+__all__ = ["ExposedTensor", "Held", "ObjectStore"]
 
 MAX_TOMBSTONES = 20_000
 
@@ -58,6 +57,15 @@ class ExposedTensor:
         return None
 
 
+class Held(Protocol):
+    """What can be held: a Bundle, or arrays on devices (`workers.functions.arrays.DeviceObject`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held here."""
+        ...
+
+
 class _Exposure:
     def __init__(self, tensors: Mapping[str, ExposedTensor]) -> None:
         self.tensors = tensors
@@ -70,9 +78,10 @@ class ObjectStore:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._objects: dict[str, Bundle] = {}
+        self._objects: dict[str, Held] = {}
+        self._of: dict[str, set[str]] = {}  # execution → its objects that are here or waited for
         self._gone: OrderedDict[str, WaypathError] = OrderedDict()
-        self._waiters: dict[str, list[concurrent.futures.Future[Bundle]]] = {}
+        self._waiters: dict[str, list[concurrent.futures.Future[Any]]] = {}
         self._exposed: dict[str, _Exposure] = {}
         self._bytes = 0
 
@@ -86,7 +95,7 @@ class ObjectStore:
         with self._changed:
             return len(self._objects)
 
-    def put(self, name: str, bundle: Bundle) -> None:
+    def put(self, name: str, bundle: Held) -> None:
         """Keep `bundle` as object `name` and wake who waits for it.
 
         An object that was released or failed meanwhile stays gone. LocalError if one of that name is held.
@@ -97,28 +106,30 @@ class ObjectStore:
             if name in self._gone:
                 return
             self._objects[name] = bundle
+            self._note(name)
             self._bytes += bundle.nbytes
             waiters = self._waiters.pop(name, [])
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(bundle)
 
-    def get(self, name: str) -> Bundle:
+    def get(self, name: str) -> Any:
         """The object. Raises the error of a failed one, NotFoundError for a released or unknown one."""
         with self._changed:
             if name in self._objects:
                 return self._objects[name]
             raise self._gone.get(name) or NotFoundError(f"object {name} is not on this worker")
 
-    async def wait(self, name: str) -> Bundle:
+    async def wait(self, name: str) -> Any:
         """The object, as soon as it is here. Raises the error of one that failed or was released."""
-        waiter: concurrent.futures.Future[Bundle] = concurrent.futures.Future()
+        waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._changed:
             if name in self._objects:
                 return self._objects[name]
             if name in self._gone:
                 raise self._gone[name]
             self._waiters.setdefault(name, []).append(waiter)
+            self._note(name)
         try:
             return await asyncio.wrap_future(waiter)
         finally:
@@ -128,6 +139,7 @@ class ObjectStore:
                     self._waiters[name] = left
                 else:
                     self._waiters.pop(name, None)
+                    self._forget(name)
 
     def fail(self, name: str, error: WaypathError) -> None:
         """Say that object `name` will never be here: present and later readers get `error`."""
@@ -160,12 +172,14 @@ class ObjectStore:
             self._gone.pop(name, None)
             held = self._objects.pop(name, None)
             self._bytes -= 0 if held is None else held.nbytes
+            self._forget(name)
 
-    def release_execution(self, execution_id: str, why: str = "released") -> int:
-        """Release every object of an execution and refuse those waiting for one; returns the bytes freed."""
-        prefix = f"{execution_id}/"
+    def release_execution(self, execution_id: str, why: str = "released", kept: Sequence[str] = ()) -> int:
+        """Release every object of an execution but the names in `kept` and refuse those waiting for one; returns the bytes
+        freed.
+        """
         with self._changed:
-            names = {n for n in (*self._objects, *self._waiters) if n.startswith(prefix)}
+            names = set(self._of.get(execution_id, ())).difference(f"{execution_id}/{name}" for name in kept)
         return sum(self.release(name, why) for name in names)
 
     def names(self) -> list[str]:
@@ -238,15 +252,31 @@ class ObjectStore:
                     del exposure.readers[reader]
                 self._changed.notify_all()
 
-    def _bury(self, name: str, error: WaypathError) -> list[concurrent.futures.Future[Bundle]]:
+    def _bury(self, name: str, error: WaypathError) -> list[concurrent.futures.Future[Any]]:
         self._gone[name] = error
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_TOMBSTONES:
             self._gone.popitem(last=False)
-        return self._waiters.pop(name, [])
+        waiters = self._waiters.pop(name, [])
+        self._forget(name)
+        return waiters
+
+    def _note(self, name: str) -> None:
+        self._of.setdefault(name.rpartition("/")[0], set()).add(name)
+
+    def _forget(self, name: str) -> None:
+        """Drops a name that is neither held nor waited for from its execution's."""
+        if name in self._objects or name in self._waiters:
+            return
+        execution_id = name.rpartition("/")[0]
+        names = self._of.get(execution_id)
+        if names is not None:
+            names.discard(name)
+            if not names:
+                del self._of[execution_id]
 
 
-def _refuse(waiters: list[concurrent.futures.Future[Bundle]], error: WaypathError) -> None:
+def _refuse(waiters: list[concurrent.futures.Future[Any]], error: WaypathError) -> None:
     for waiter in waiters:
         if waiter.set_running_or_notify_cancel():
             waiter.set_exception(error)

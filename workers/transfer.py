@@ -26,9 +26,9 @@ import numpy as np
 from waypath.proto import channel as channels
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import TransferError, WaypathError, from_rpc_error
+from waypath.proto.wire import chunks, decode, fill
 from waypath.workers.peers import Peers
 from waypath.workers.store import ObjectStore
-from waypath.workers.wire import chunks, decode, fill
 
 __all__ = ["PULL_SLICES", "PullStats", "Transfer", "Write"]
 
@@ -81,8 +81,10 @@ class Transfer:
         write: Write,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        of_object: bool = False,
     ) -> PullStats:
-        """Fetch boxes of the tensors that other workers expose as `name`.
+        """Fetch boxes of the tensors that other workers expose as `name`; `of_object`: of the object `name`, whose arrays are the
+        tensors "0", "1", …, as soon as it is there.
 
         `copies`: {"tensor", "source" (a worker), "lower", "upper"} each, half-open boxes in the tensor's own
         axes. `write(tensor, lower, upper)` is called once per copy, before anything is sent, on the calling
@@ -101,14 +103,14 @@ class Transfer:
             if not isinstance(part.target, np.ndarray) or part.target.shape != expected:
                 raise TransferError(f"{name}: {part} goes to {type(part.target).__name__} {list(part.target.shape)}")
             by_source.setdefault(str(copy["source"]), []).append(part)
-        addresses = {source: self._address(name, source, parts[0]) for source, parts in by_source.items()}
+        addresses = {source: self._address(name, source, parts[0], of_object) for source, parts in by_source.items()}
         started = time.perf_counter()
         stop = _Stop()
         deadline = time.monotonic() + timeout_s
         pulls = [
             self._threads.submit(self._copy, name, parts)
-            if source == self._worker
-            else self._threads.submit(self._receive, name, source, addresses[source], parts, deadline, stop)
+            if source == self._worker and not of_object
+            else self._threads.submit(self._receive, name, source, addresses[source], parts, deadline, stop, of_object)
             for source, parts in by_source.items()
         ]
         try:
@@ -123,8 +125,8 @@ class Transfer:
         """Take no more pulls; streams that run are left to their deadline."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _address(self, name: str, source: str, part: _Part) -> str:
-        if source == self._worker:
+    def _address(self, name: str, source: str, part: _Part, of_object: bool) -> str:
+        if source == self._worker and not of_object:
             return ""
         try:
             return self._peers.address(source)
@@ -145,9 +147,16 @@ class Transfer:
         return received
 
     def _receive(
-        self, name: str, source: str, address: str, parts: Sequence[_Part], deadline: float, stop: _Stop
+        self,
+        name: str,
+        source: str,
+        address: str,
+        parts: Sequence[_Part],
+        deadline: float,
+        stop: _Stop,
+        of_object: bool,
     ) -> int:
-        request = pb.SlicesRequest(name=name, puller=self._worker)
+        request = pb.SlicesRequest(name=name, puller=self._worker, object=of_object)
         for part in parts:
             request.slices.add(tensor=part.tensor, lower=part.lower, upper=part.upper)
         cursor = _Cursor(parts)

@@ -7,14 +7,16 @@ Blocking, thread-compatible, free of jax. A run belongs to the controller: it go
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 
+from waypath.controller.client.programs import FUNCTION_TIMEOUT_S, Function, Programs, TracedProgram
+from waypath.controller.client.refs import Ref, Slice
 from waypath.proto import channel as channels
 from waypath.proto import client_pb2 as pb
 from waypath.proto import config as configs
@@ -134,11 +136,12 @@ class Run:
 class Client:
     """A connection to one controller; a context manager."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, *, name: str = "", weight: float = 1.0, lease_s: float = 0.0) -> None:
         self.address = address
         self.metadata = channels.metadata(token)
         self._channel = channels.channel(address)
         self.stub = ClientStub(self._channel)
+        self._programs = Programs(self, weight, lease_s, name)
 
     def __enter__(self) -> Client:
         return self
@@ -149,7 +152,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; runs go on."""
+        """Closes the connection. Runs go on; slices and objects of this client are released."""
+        self._programs.close()
         self._channel.close()
 
     def call(self, method: Callable[..., T], request: Any, doing: str, timeout: float = CALL_TIMEOUT_S) -> T:
@@ -184,6 +188,58 @@ class Client:
         reply = self.call(self.stub.StartRun, request, "start a run")
         return Run(self, reply.run_id)
 
+    def slice(
+        self,
+        devices: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        *,
+        kind: str = "",
+        name: str = "",
+        world: str = "",
+        strategy: Literal["pack", "spread"] = "pack",
+        exclusive: bool = False,
+        like: Slice | None = None,
+    ) -> Slice:
+        """Asks for `devices` devices of one world as a mesh (axis → size; by default one axis "x").
+
+        `kind`: a platform (cpu, tpu, gpu); `world`: one that it must lie in; `pack` prefers devices that slices use already, `spread`
+        others; `exclusive`: on devices of its own; `like`: on the devices of that slice. Raises ConfigError where it cannot be
+        had, saying what is free and who holds the rest.
+        """
+        return self._programs.slice(devices, mesh, kind, name, world, strategy, exclusive, like)
+
+    def function(
+        self,
+        fun: Callable[..., Any],
+        slice: Slice,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        donate: Sequence[int] = (),
+        *,
+        name: str = "",
+        debug_nans: bool = False,
+        deadline_s: float = FUNCTION_TIMEOUT_S,
+    ) -> Function:
+        """A JAX function of trees of arrays, to be called on refs that lie on `slice`.
+
+        `in_specs`: a `PartitionSpec` for all arguments, or a tuple with one entry an argument (a spec, or a tree of them); `out_specs`
+        likewise for what it returns. `donate`: positions of arguments that a call consumes. With `debug_nans` a NaN in an output
+        is an error. A call that is not done `deadline_s` after its dispatch has failed. It is traced here and exported as StableHLO at the first call with arguments of a kind.
+        """
+        return Function(self._programs, fun, slice, in_specs, out_specs, donate, name, debug_nans, deadline_s)
+
+    def put(self, value: Any, slice: Slice, spec: Any = None) -> Ref:
+        """Brings a tree of arrays to a slice, split as `spec` says (None: whole on every device)."""
+        return self._programs.put(value, slice, spec)
+
+    def transfer(self, ref: Any, slice: Slice, spec: Any = None) -> Any:
+        """The same arrays on another slice, or with another spec on the same; workers pull from workers."""
+        return self._programs.transfer(ref, slice, spec)
+
+    def program(self, fun: Callable[..., Any], *, name: str = "") -> TracedProgram:
+        """A Python function over refs as a program; a decorator. See `TracedProgram`."""
+        return TracedProgram(self._programs, fun, name)
+
     def run(self, run_id: str) -> Run:
         """Attaches to a run by id."""
         return Run(self, run_id)
@@ -209,8 +265,19 @@ class Client:
         return value
 
 
-def connect(address: str, token: str | None = None, token_file: str | Path | None = None) -> Client:
+def connect(
+    address: str,
+    token: str | None = None,
+    token_file: str | Path | None = None,
+    *,
+    name: str = "",
+    weight: float = 1.0,
+    lease_s: float = 0.0,
+) -> Client:
     """Connects to a controller and shakes hands. Give the cluster token or the file that holds it.
+
+    `weight` is this client's share where clients compete for workers; `lease_s` (0: the controller's default) how long it may be
+    silent before what it owns is released.
 
     Raises AuthenticationError on a wrong token, UnavailableError where nothing listens, VersionMismatchError.
     """
@@ -218,7 +285,7 @@ def connect(address: str, token: str | None = None, token_file: str | Path | Non
         if token_file is None:
             raise ConfigError("connect needs the cluster's token", remedy="pass token= or token_file=")
         token = channels.read_token(Path(token_file))
-    client = Client(address, token)
+    client = Client(address, token, name=name, weight=weight, lease_s=lease_s)
     ours = version.versions()
     try:
         reply = client.call(client.stub.Hello, pb.HelloRequest(versions=ours), "reach the controller")

@@ -39,6 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_a_bad_reward_function_ends_the_run_with_its_name_and_what_it_did(
     cluster: Cluster, function: str, words: list[str]
 ) -> None:
+    assert isinstance(cluster.local.config, RunConfig)
     config: RunConfig = waypath.load_config(
         cluster.local.config.to_json(), {"reward.function": f"tests.bad_rewards:{function}", "evaluation.prompts": 0}
     )

@@ -32,6 +32,7 @@ class Controller(WorkerServicer):  # type: ignore[misc,unused-ignore]
 
     def __init__(self) -> None:
         self.links: dict[str, FakeController] = {}
+        self.functions: dict[str, bytes] = {}
         self.joined = asyncio.Condition()
 
     async def Attach(
@@ -44,6 +45,9 @@ class Controller(WorkerServicer):  # type: ignore[misc,unused-ignore]
                 yield message
         finally:
             registering.cancel()
+
+    async def FetchFunction(self, request: pb.FetchFunctionRequest, context: Any) -> AsyncIterator[pb.FunctionChunk]:
+        yield pb.FunctionChunk(data=self.functions[request.digest])
 
     async def _register(self, link: FakeController) -> None:
         await link.until(lambda: link.all("register"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,8 @@ class FakeWorker:
     programs: dict[str, dict[str, Node]] = field(default_factory=dict)
     pending: dict[tuple[str, str], tuple[int, Node]] = field(default_factory=dict)
     locations: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    bound: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    consumed: set[tuple[str, str]] = field(default_factory=set)
     objects: set[tuple[str, str]] = field(default_factory=set)
     gang: list[tuple[int, str]] = field(default_factory=list)
     executes: list[str] = field(default_factory=list)
@@ -55,6 +58,9 @@ class FakeWorker:
                 self.pending[key] = (attempt, self.programs[command.program_id][node_id])
             for node_id, workers in command.locations.items():
                 self.locations[command.execution_id, node_id] = workers
+            for name, oid in command.objects.items():
+                execution_id, _, object_name = oid.rpartition("/")
+                self.bound[command.execution_id, name] = (execution_id, object_name)
         elif isinstance(command, c.Relocate):
             readers = [node for (e, _), (_, node) in self.pending.items() if e == command.execution_id]
             assert any(command.node_id in node.inputs for node in readers), "relocation that nobody reads"
@@ -63,15 +69,20 @@ class FakeWorker:
             self.forget(command.execution_id)
         elif isinstance(command, c.ReleaseObjects):
             if not command.node_ids:
-                self.forget(command.execution_id)
+                self.forget(command.execution_id, command.kept)
             for node_id in command.node_ids:
                 self.objects.remove((command.execution_id, node_id))
 
-    def forget(self, execution_id: str) -> None:
-        for table in (self.pending, self.locations):
+    def forget(self, execution_id: str, kept: Sequence[str] = ()) -> None:
+        tables: tuple[dict[tuple[str, str], Any], ...] = (self.pending, self.locations, self.bound)
+        for table in tables:
             for key in [key for key in table if key[0] == execution_id]:
                 del table[key]
-        self.objects = {key for key in self.objects if key[0] != execution_id}
+        self.objects = {key for key in self.objects if key[0] != execution_id or key[1] in kept}
+
+    def object_of(self, execution_id: str, name: str) -> tuple[str, str]:
+        """What an input is: another execution's object where the name is a parameter."""
+        return self.bound.get((execution_id, name), (execution_id, name))
 
 
 class Bench:
@@ -138,8 +149,8 @@ class Bench:
                 self.ready(member)
         return self
 
-    def submit(self, execution_id: str, program: Program, owner: str = "run") -> list[c.Command]:
-        return self.feed(c.ExecutionSubmitted(execution_id, program, {"step": 1}, owner))
+    def submit(self, execution_id: str, program: Program, owner: str = "run", **bindings: str) -> list[c.Command]:
+        return self.feed(c.ExecutionSubmitted(execution_id, program, {"step": 1}, owner, bindings))
 
     def runnable(self) -> list[tuple[str, str, str]]:
         """(worker, execution, node) of all nodes whose inputs are where the worker was told they are."""
@@ -147,21 +158,28 @@ class Bench:
             (worker.name, execution_id, node_id)
             for worker in self.workers.values()
             for (execution_id, node_id), (_, node) in worker.pending.items()
-            if all(self._readable(worker, execution_id, source) for source in node.inputs)
+            if all(self._readable(worker, execution_id, source, node) for source in node.inputs)
         ]
 
-    def _readable(self, worker: FakeWorker, execution_id: str, source: str) -> bool:
+    def _readable(self, worker: FakeWorker, execution_id: str, source: str, node: Node) -> bool:
+        key = worker.object_of(execution_id, source)
+        if node.kind == "sequence":
+            return key in worker.objects
         places = worker.locations.get((execution_id, source))
         return places is not None and all(
-            place in self.workers and (execution_id, source) in self.workers[place].objects for place in places
+            place in self.workers and key in self.workers[place].objects for place in places
         )
 
     def finish(self, worker: str, execution_id: str, node_id: str) -> list[c.Command]:
         fake = self.workers[worker]
-        attempt, _ = fake.pending.pop((execution_id, node_id))
-        fake.objects.add((execution_id, node_id))
+        attempt, node = fake.pending.pop((execution_id, node_id))
+        for source in node.inputs:
+            assert fake.object_of(execution_id, source) not in fake.consumed, f"{node_id} reads what was donated"
+        fake.consumed |= {fake.object_of(execution_id, node.inputs[position]) for position in node.donates}
+        fake.objects |= {(execution_id, name) for name in node.objects}
+        held = dict.fromkeys(node.objects, 8)
         return self.feed(
-            c.NodeFinished(worker, fake.incarnation, execution_id, node_id, attempt, {"by": worker}, object_bytes=8)
+            c.NodeFinished(worker, fake.incarnation, execution_id, node_id, attempt, {"by": worker}, 8, held)
         )
 
     def fail(self, worker: str, execution_id: str, node_id: str) -> list[c.Command]:
@@ -175,7 +193,8 @@ class Bench:
         while runnable := self.runnable():
             self.finish(*runnable[0])
         for worker in self.workers.values():
-            assert all(execution_id in self.scheduler.running for execution_id, _ in worker.objects)
+            for execution_id, name in worker.objects:
+                assert execution_id in self.scheduler.running or f"{execution_id}/{name}" in self.scheduler.objects
 
     def waits(self) -> list[str]:
         return [line for execution in self.scheduler.describe()["executions"] for line in execution["waits"]]
@@ -200,7 +219,7 @@ def check(bench: Bench) -> None:
         executions = [count for (name, _), count in counted.items() if name == worker]
         assert scheduler.credits.executions(worker) == len(executions)
         assert scheduler.credits.nodes(worker) == sum(executions)
-    assert len(scheduler.objects) == sum(len(execution.tasks) for execution in scheduler.running.values())
+    _check_objects(bench)
     assert not scheduler.running.keys() & scheduler.queue.keys()
     assert set(scheduler.over) <= set(bench.outcomes)
     for name, members in WORLDS.items():
@@ -211,32 +230,60 @@ def check(bench: Bench) -> None:
     scheduler.describe()
 
 
+def _check_objects(bench: Bench) -> None:
+    """Every object has a reason to be known, and every worker holds what is held."""
+    scheduler = bench.scheduler
+    expected = {
+        oid for e in scheduler.running.values() for task in e.tasks.values() for oid in task.object_ids.values()
+    }
+    expected |= {f"{e.execution_id}/{name}" for e in scheduler.queue.values() for name in e.program.outputs}
+    for oid in scheduler.objects.ids():
+        ref = scheduler.objects[oid]
+        if oid not in expected:
+            assert ref.kept or ref.needed_by, f"{oid} is known for no reason"
+            assert ref.state in (ObjectState.HELD, ObjectState.POISONED)
+            expected.add(oid)
+        if ref.state is ObjectState.HELD:
+            key = tuple(oid.rpartition("/")[::2])
+            assert all(key in bench.workers[worker].objects for worker in ref.workers), f"{oid} is gone"
+        for key in ref.needed_by:
+            reader = key.rpartition("/")[0]
+            assert not reader or reader in scheduler.running or reader in scheduler.queue, f"{oid} waits for {key}"
+    assert expected == set(scheduler.objects.ids())
+
+
 def _check_task(bench: Bench, execution: Execution, task: Task) -> None:
     resources = bench.scheduler.resources
-    ref = bench.scheduler.objects[task.object_id]
+    refs = {name: bench.scheduler.objects[oid] for name, oid in task.object_ids.items()}
     key = (execution.execution_id, task.node_id)
     place = task.node.place
     if task.state is TaskState.WAITING:
         absent = not resources.ready_members(place.name) if isinstance(place, Pool) else resources.missing(place.name)
-        assert absent, f"{task.node_id} waits although {place} is there"
-        assert ref.state is ObjectState.PENDING
+        assert absent or task.node.donates, f"{task.node_id} waits although {place} is there"
+        assert all(ref.state is ObjectState.PENDING for ref in refs.values())
     elif task.state is TaskState.SENT:
-        assert ref.state is ObjectState.PENDING
+        assert all(ref.state is ObjectState.PENDING for ref in refs.values())
         for worker in task.workers:
             fake = bench.workers[worker]
             if worker in task.results:
                 continue
             assert fake.pending[key][0] == task.attempt
-            for source in task.inputs():
-                known = fake.locations.get((execution.execution_id, source.node_id), ())
-                told = known == source.workers or not source.workers
-                assert told, f"{worker} looks for {source.node_id} on {known}, not {source.workers}"
+            for name in task.node.inputs:
+                known = fake.locations.get((execution.execution_id, name), ())
+                bound = execution.bindings.get(name)
+                if bound is not None:
+                    workers = bench.scheduler.objects[bound].workers
+                else:
+                    workers = execution.tasks[execution.program.producers[name].node_id].workers
+                assert known == workers or not workers, f"{worker} looks for {name} on {known}, not {workers}"
     elif task.state is TaskState.FINISHED:
-        needed = {reader.node_id for reader in task.consumers() if reader.unfinished}
-        assert ref.needed_by == needed
-        assert (ref.state is ObjectState.HELD) == bool(needed)
-        for worker in task.workers if needed else ():
-            assert key in bench.workers[worker].objects, f"{task.node_id} is needed and gone"
+        for name, ref in refs.items():
+            readers = map(execution.tasks.__getitem__, execution.program.consumers[name])
+            needed = {reader.node_id for reader in readers if reader.unfinished}
+            assert {reader for reader in ref.needed_by if "/" not in reader} == needed
+            assert (ref.state is ObjectState.HELD) == bool(ref.needed_by or ref.kept)
+            for worker in task.workers if ref.needed_by or ref.kept else ():
+                assert (execution.execution_id, name) in bench.workers[worker].objects, f"{name} is needed and gone"
 
 
 def step_program(groups: int = 4, **train: str) -> Program:

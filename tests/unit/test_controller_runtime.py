@@ -25,7 +25,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def attach(one: Runtime, worker: str) -> Connection:
     link = Connection(pb.Register(worker=worker, incarnation=f"{worker}/1", role=worker.partition("-")[0]), one.epoch)
     one.connections[worker] = link
-    one._handle(c.WorkerJoined(worker, f"{worker}/1"))
+    one.handle(c.WorkerJoined(worker, f"{worker}/1"))
     return link
 
 
@@ -51,6 +51,7 @@ def test_a_worker_that_does_not_read_is_lost_and_the_others_get_their_messages(m
                 stuck.send(pb.ControllerMessage())
             execution = one.submit(program("inference-0", "inference-1"), {}, owner="o")
         assert lost == [("inference-0", "it does not read: 8 messages wait for it")]
+        one._tell_peers()  # what the loop's timer would do next
         assert kinds(reader) == ["install", "execute", "peers"]
         assert list(one.connections) == ["inference-1"]
         assert await execution.node("inference-0") == {}

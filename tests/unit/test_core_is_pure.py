@@ -10,12 +10,20 @@ import pytest
 from waypath.controller import scheduler
 
 CORE = [
+    "admission",
+    "allocation",
+    "bindings",
+    "checks",
     "commands",
     "credits",
     "dispatch",
     "execution",
+    "fairness",
     "graph",
     "intake",
+    "lifetimes",
+    "memory",
+    "nodes",
     "objects",
     "pacing",
     "placement",
@@ -23,6 +31,8 @@ CORE = [
     "reshard",
     "resources",
     "scheduler",
+    "sequences",
+    "specs",
     "status",
 ]
 BANNED = {"asyncio", "grpc", "jax", "os", "pathlib", "random", "socket", "threading", "time"}

@@ -29,7 +29,7 @@ async def pair() -> AsyncIterator[tuple[ObjectStore, DataServer, ObjectPuller, P
     """Worker a's store and server, and worker b's puller with its peer table."""
     store, peers = ObjectStore(), Peers()
     server = DataServer(store, TOKEN)
-    peers.replace([pb.Peer(worker="a", data_addresses=[await server.start()])])
+    peers.update([pb.Peer(worker="a", data_addresses=[await server.start()])])
     puller = ObjectPuller("b", TOKEN, peers)
     try:
         yield store, server, puller, peers
@@ -141,7 +141,7 @@ def test_a_peer_that_is_not_up_yet_and_one_that_comes_back() -> None:
             second = DataServer(store, TOKEN)
             address = await second.start()
             store.put("e/n", bundle(4))
-            peers.replace([pb.Peer(worker=w, data_addresses=[address]) for w in ("a", "c")])
+            peers.update([pb.Peer(worker=w, data_addresses=[address]) for w in ("a", "c")])
             assert (await waiting.future).meta == (await early.future).meta == {"n": 4}
             await second.stop()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waypath.controller.graph import Node, Pool, Program, ProgramBuilder, Slice
+from waypath.controller.graph import Node, Param, Pool, Program, ProgramBuilder, Slice
 from waypath.proto.errors import GraphError
 
 
@@ -72,7 +72,10 @@ BAD_NODES: list[tuple[tuple[Node, ...], str]] = [
     ((node("a", "b"),), "node a: input 0: expected the id of a node, found 'b'"),
     ((node("a", "b"), node("b", "c"), node("c", "a")), "cycle: "),
     ((node("a", "a"),), "cycle: a → a"),
-    ((node("a", kind="magic"),), "expected one of ['method', 'transfer'], found 'magic'"),
+    (
+        (node("a", kind="magic"),),
+        "expected one of ['method', 'transfer', 'function', 'select', 'sequence'], found 'magic'",
+    ),
     ((node("x/y"),), "without '/'"),
     ((node("a", deadline_s=-1.0),), "deadline_s: expected a number ≥ 0, found -1.0"),
     ((node("a", service=""),), "expected a service and a method"),
@@ -143,3 +146,65 @@ def test_any_order_of_a_dag_becomes_a_topological_one(order: list[int], bits: in
     position = {n.node_id: i for i, n in enumerate(program.nodes)}
     assert all(position[source] < position[n.node_id] for n in program.nodes for source in n.inputs)
     assert Program("p", program.nodes).nodes == program.nodes
+
+
+def test_parameters_and_outputs_are_names_of_one_space() -> None:
+    s = Slice("s")
+    node = Node("n", "method", "s", "m", s, inputs=("x",))
+    program = Program("p", (node,), (Param("x", s),), ("n",))
+    assert program.consumers["x"] == ("n",) and program.place_of("x") == s and program.aval_of("n") == ()
+    assert Program.from_json(program.to_json()) == program and program.sources["n"] == ()
+    assert program.digest != Program("p", (node,), (Param("x", s),)).digest
+    for params, outputs, message in (
+        ((), (), "node n: input 0: expected the id of a node, found 'x', which is not in the program"),
+        ((Param("x", s), Param("x", s)), (), "parameter x: the name is taken"),
+        ((Param("x", s), Param("n", s)), (), "parameter n: the name is taken"),
+        ((Param("x", s), Param("a/b", s)), (), "expected a non-empty text without '/'"),
+        ((Param("x", s),), ("x",), "output 'x': expected a node that always has an object"),
+        ((Param("x", s),), ("n", "n"), "an output twice"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            Program("p", (node,), params, outputs)
+    with pytest.raises(GraphError, match="parameter x: lies on slice s, which does not exist"):
+        Program("p", (Node("n", "method", "s", "m", Pool("q"), inputs=("x",)),), (Param("x", s),)).check_placements(
+            (), ("q",)
+        )
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (Node("n", "loop", "", "m", Slice("s")), "kind: expected one of"),
+        (Node("n", "function", "", "d", Pool("q"), gives=((),)), "a function runs on a slice, found pool q"),
+        (
+            Node("n", "function", "", "d", Slice("s")),
+            "a function says what it takes of each of its 0 inputs and what it gives",
+        ),
+        (Node("n", "select", "", "select", Slice("s")), "a select has 1 input, found 0"),
+        (Node("n", "transfer", "", "transfer", Slice("s")), "a transfer has 1 input, found 0"),
+        (Node("n", "method", "s", "m", Slice("s"), donates=(0,)), r"donates \[0\] of 0 inputs"),
+        (Node("n", "sequence", "", "sequence", Slice("s")), "a sequence with 0 steps"),
+        (Node("n", "method", "", "m", Slice("s")), "expected a service and a method, found ''.'m'"),
+    ],
+)
+def test_a_node_has_what_its_kind_asks_for(node: Node, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Program("p", (node,))
+
+
+def test_a_builder_refuses_names_that_are_taken_and_strangers() -> None:
+    b = ProgramBuilder("p")
+    x = b.param("x", on=Slice("s"))
+    with pytest.raises(GraphError, match="the name 'x' is taken"):
+        b.param("x", on=Slice("s"))
+    with pytest.raises(GraphError, match="a parameter has that name"):
+        b.call("s", "m", x, on=Slice("s"), node_id="x")
+    with pytest.raises(GraphError, match="'y' is of builder 'other'"):
+        b.output(ProgramBuilder("other").param("y", on=Slice("s")))
+
+
+def test_malformed_params_are_no_program() -> None:
+    node = Node("n", "method", "s", "m", Slice("s")).to_json()
+    for params in ([["x"]], [["x", "s", [[[1], "f", []]]]], [3]):
+        with pytest.raises(GraphError, match="malformed params or outputs"):
+            Program.from_json({"name": "p", "nodes": [node], "params": params})

@@ -132,7 +132,7 @@ def test_services_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lane_of(Counter, "add") == "host"
     with pytest.raises(NotFoundError, match="has no method 'helper'; it has: add"):
         lane_of(Counter, "helper")
-    with pytest.raises(NotFoundError, match="no service 'other' on this worker; it knows: counter, probe"):
+    with pytest.raises(NotFoundError, match="no service 'other' on this worker; it knows: counter, function, probe"):
         find_service("other")
     with pytest.raises(ValueError, match="already"):
 

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from waypath.proto import wire
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import TransferError, UserError
-from waypath.workers import wire
 from waypath.workers.data_server import DataServer
 from waypath.workers.peers import Peers
 from waypath.workers.store import ExposedTensor, ObjectStore
@@ -29,7 +29,7 @@ async def cluster(*workers: str, token: str = TOKEN) -> AsyncIterator[tuple[Tran
     stores = {worker: ObjectStore() for worker in workers}
     servers = {worker: DataServer(store, TOKEN) for worker, store in stores.items()}
     peers = Peers()
-    peers.replace([pb.Peer(worker=w, data_addresses=[await server.start()]) for w, server in servers.items()])
+    peers.update([pb.Peer(worker=w, data_addresses=[await server.start()]) for w, server in servers.items()])
     mine = ObjectStore()
     transfer = Transfer("me", token, peers, mine)
     try:
@@ -130,7 +130,7 @@ def test_what_cannot_be_had_is_a_transfer_error_naming_tensor_box_and_source() -
             with pytest.raises(TransferError, match="do not fit a box of float64"):
                 wrong = np.zeros((1, 1), np.float64)  # twice the bytes
                 await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], lambda *_: wrong)
-            peers.replace([pb.Peer(worker="a", data_addresses=["127.0.0.1:1"])])
+            peers.update([pb.Peer(worker="a", data_addresses=["127.0.0.1:1"])])
             with pytest.raises(TransferError, match="from a: UnavailableError: could not pull from a"):
                 await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], into(target))
 

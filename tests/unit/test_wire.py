@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import ProtocolError
-from waypath.workers.wire import chunks, decode, encode, fill
+from waypath.proto.wire import chunks, decode, encode, fill
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=4).map(tuple)
 

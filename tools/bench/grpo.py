@@ -8,42 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
-from rich.table import Table
 
 from waypath.controller.client.client import connect
 from waypath.proto import config as configs
 from waypath.proto.errors import LocalError
+from waypath.tools.bench import report
 from waypath.tools.launch import LARGE_BUFFERS, LocalCluster
 
 CONFIG = "examples/smollm2_arithmetic.toml"
 STEPS = 10
 BASELINE = "one process, two threads"
 PHASES = ("step_s", "rollout_s", "train_s", "publish_s")
-
-
-def machine() -> dict[str, Any]:
-    """Returns what the numbers depend on."""
-    return {
-        "cpu_count": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "jax": metadata.version("jax"),
-        "load_average_1m": round(os.getloadavg()[0], 2),
-    }
 
 
 def baseline(config: str, steps: int) -> list[dict[str, Any]]:
@@ -88,55 +72,27 @@ def rows(alone: Sequence[Mapping[str, Any]], together: Sequence[Mapping[str, Any
     for phase in PHASES:
         value = statistics.median(float(line[phase]) for line in together[1:])
         base = statistics.median(float(line[phase]) for line in alone[1:])
-        found.append(_row(phase.removesuffix("_s"), "median seconds", value, "s", BASELINE, base))
+        found.append(report.row(phase.removesuffix("_s"), "median seconds", value, "s", BASELINE, base))
     trained = statistics.mean(float(line["trained_rows"]) for line in together[1:])
     alone_trained = statistics.mean(float(line["trained_rows"]) for line in alone[1:])
-    found.append(_row("trained rows", "mean rows a step", trained, "rows", BASELINE, alone_trained))
+    found.append(report.row("trained rows", "mean rows a step", trained, "rows", BASELINE, alone_trained))
     step_s = statistics.median(float(line["step_s"]) for line in together[1:])
     overhead = statistics.median(float(line["overhead_s"]) for line in together[1:])
-    found.append(_row("controller", "step_s minus the workers' spans", overhead, "s", "step_s, median", step_s))
+    found.append(report.row("controller", "step_s minus the workers' spans", overhead, "s", "step_s, median", step_s))
     return found
 
 
-def _row(case: str, metric: str, value: float, unit: str, name: str, base: float) -> dict[str, Any]:
-    return {
-        "case": case,
-        "metric": metric,
-        "value": round(value, 4),
-        "unit": unit,
-        "baseline": name,
-        "baseline_value": round(base, 4),
-        "ratio": round(value / base, 4) if base else None,
-    }
-
-
-def main(json_file: Path | None, config: str = CONFIG, steps: int = STEPS) -> int:
+def main(json_file: Path | None, plot: Path | None = None, quick: bool = False, config: str = CONFIG) -> int:
     """Runs both sides, prints the table and writes JSON; returns the exit code."""
     console = Console()
-    facts = machine()
+    facts = report.machine()
+    steps = 3 if quick else STEPS
     console.print(f"baseline: {steps} steps of {config} in one process", highlight=False)
     alone = baseline(config, steps)
     console.print(f"cluster: {steps} steps over its processes", highlight=False)
     together = cluster(config, steps)
     found = rows(alone, together)
-    table = Table("case", "metric", "value", "baseline", "baseline value", "ratio", box=None, padding=(0, 2))
-    for row in found:
-        table.add_row(
-            row["case"],
-            row["metric"],
-            f"{row['value']:g} {row['unit']}",
-            row["baseline"],
-            f"{row['baseline_value']:g}",
-            f"{row['ratio']:.3f}" if row["ratio"] is not None else "-",
-        )
-    console.print(table)
-    if json_file is not None:
-        report = {
-            "bench": "grpo",
-            "config": config,
-            "machine": facts,
-            "rows": found,
-            "steps": {"baseline": alone, "cluster": together},
-        }
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report.show(console, found)
+    report.write(json_file, "grpo", found, facts, config=config, steps={"baseline": alone, "cluster": together})
+    report.plot(plot, found, "a GRPO step")
     return 0

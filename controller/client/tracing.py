@@ -1,0 +1,142 @@
+"""What needs jax in a client: trees of arrays, shardings, and functions as StableHLO.
+
+Loaded at the first use of arrays or functions, and only in clients; nothing else in `controller/` imports jax. A function is
+exported over a flat list of arrays, for as many devices as its slice has: the client needs none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from waypath.controller.nodes import Aval, Leaf
+from waypath.proto.codecs import DTYPES
+from waypath.proto.errors import GraphError
+
+Spec = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A function for one mesh and one kind of arguments. `outputs`: (aval, tree) of each; `is_tuple`: it returns a tuple."""
+
+    digest: str
+    data: bytes
+    outputs: tuple[tuple[Aval, Any], ...]
+    is_tuple: bool
+
+
+def flatten(value: Any, where: str) -> tuple[list[Any], Any]:
+    """The numpy arrays of a tree, in jax's default dtypes, and its structure. GraphError where one may not travel."""
+    leaves, tree = jax.tree.flatten(value)
+    found = []
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype != object else array.dtype
+        if dtype.name not in DTYPES:
+            raise GraphError(f"an array of dtype {dtype.name} cannot travel; allowed: {sorted(DTYPES)}", where=where)
+        found.append(array if array.dtype == dtype else array.astype(dtype))
+    return found, tree
+
+
+def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The tree of these leaves."""
+    return jax.tree.unflatten(tree, list(leaves))
+
+
+def specs(spec: Any, tree: Any, shapes: Sequence[tuple[int, ...]], where: str) -> list[Spec]:
+    """One spec a leaf, from one for all of them (None: not split) or a tree of them."""
+    count = len(shapes)
+    if spec is None or _is_spec(spec):
+        wanted = [spec] * count
+    else:
+        try:
+            found = jax.tree.broadcast(spec, unflatten(tree, [0] * count), is_leaf=lambda s: s is None or _is_spec(s))
+            wanted = jax.tree.leaves(found, is_leaf=lambda s: s is None or _is_spec(s))
+        except ValueError as error:
+            raise GraphError(f"the specs do not fit the arrays: {error}", where=where) from None
+    return [_normal(one, shape, where) for one, shape in zip(wanted, shapes, strict=True)]
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, PartitionSpec)
+
+
+def _normal(spec: Any, shape: tuple[int, ...], where: str) -> Spec:
+    parts = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in (() if spec is None else spec)]
+    if len(parts) > len(shape):
+        raise GraphError(f"spec {spec} has {len(parts)} dimensions, the array {list(shape)}", where=where)
+    return (*parts, *((),) * (len(shape) - len(parts)))
+
+
+def abstract_mesh(axes: Sequence[str], sizes: Sequence[int]) -> AbstractMesh:
+    """The mesh of a slice, without devices: for shard_map and the like inside functions."""
+    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def export_function(
+    fun: Callable[..., Any],
+    arguments: Sequence[tuple[Aval, Any]],
+    out_specs: Any,
+    axes: Sequence[str],
+    sizes: Sequence[int],
+    platform: str,
+    where: str,
+) -> Exported:
+    """Traces `fun` on arguments (aval, tree) and exports it for a mesh; errors of the function itself pass as they are."""
+    mesh = abstract_mesh(axes, sizes)
+    trees: list[Any] = []
+    is_tuple = [False]
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        left, args = list(leaves), []
+        for aval, tree in arguments:
+            args.append(unflatten(tree, left[: len(aval)]))
+            left = left[len(aval) :]
+        returned = fun(*args)
+        is_tuple[0] = isinstance(returned, tuple)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        trees[:] = [jax.tree.structure(output) for output in outputs]
+        return tuple(jax.tree.leaves(outputs))
+
+    given = [leaf for aval, _ in arguments for leaf in aval]
+    structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in given]
+    results = list(jax.eval_shape(flat, *structs))
+    if not results or any(tree.num_leaves == 0 for tree in trees):
+        raise GraphError("the function returns no array, or an output without one", where=where)
+    outputs: list[tuple[Aval, Any]] = []
+    start = 0
+    for position, tree in enumerate(trees):
+        mine = results[start : start + tree.num_leaves]
+        start += tree.num_leaves
+        shapes = [tuple(result.shape) for result in mine]
+        wanted = specs(_of_output(out_specs, position, is_tuple[0], len(trees), where), tree, shapes, where)
+        outputs.append((tuple(Leaf(s, r.dtype.name, w) for s, r, w in zip(shapes, mine, wanted, strict=True)), tree))
+    jitted = jax.jit(
+        flat,
+        in_shardings=tuple(_sharding(leaf, mesh) for leaf in given),
+        out_shardings=tuple(_sharding(leaf, mesh) for aval, _ in outputs for leaf in aval),
+    )
+    data = bytes(export.export(jitted, platforms=[platform])(*structs).serialize())
+    return Exported(hashlib.sha256(data).hexdigest(), data, tuple(outputs), is_tuple[0])
+
+
+def _of_output(out_specs: Any, position: int, is_tuple: bool, count: int, where: str) -> Any:
+    """The spec of one output: of a tuple of outputs the specs are a tuple too, or one for all."""
+    if not is_tuple or out_specs is None or _is_spec(out_specs):
+        return out_specs
+    if not isinstance(out_specs, tuple) or len(out_specs) != count:
+        raise GraphError(f"out_specs: expected a tuple of {count}, one an output, found {out_specs!r}", where=where)
+    return out_specs[position]
+
+
+def _sharding(leaf: Leaf, mesh: AbstractMesh) -> NamedSharding:
+    parts = [None if not p else p[0] if len(p) == 1 else p for p in leaf.spec]
+    return NamedSharding(mesh, PartitionSpec(*parts))
