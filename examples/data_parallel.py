@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import waypath
-from waypath.tools.launch import local_client
+from waypath.tools.launch import client_of
 
 FEATURES, ROWS, STEPS, RATE = 8, 64, 60, 0.2
 
@@ -57,15 +57,6 @@ def run(client: waypath.Client) -> float:
     return float(np.abs(w[1].result() - truth).max())
 
 
-def main() -> None:
-    """Runs it."""
-    if len(sys.argv) == 3:
-        with waypath.connect(sys.argv[1], token_file=sys.argv[2]) as client:
-            print(f"largest error of a weight: {run(client):.1e}")
-    else:
-        with local_client(Path(__file__).with_name("compute.toml")) as client:
-            print(f"largest error of a weight: {run(client):.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    with client_of(sys.argv[1:], Path(__file__).with_name("compute.toml")) as client:
+        print(f"largest error of a weight: {run(client):.1e}")

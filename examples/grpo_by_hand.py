@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import waypath
-from waypath.tools.launch import local_client
+from waypath.tools.launch import client_of
 
 DIGITS, GROUP, STEPS = 10, 16, 40
 OPTIMIZER = optax.adam(0.2)
@@ -81,9 +81,5 @@ def run(client: waypath.Client) -> list[float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        with waypath.connect(sys.argv[1], token_file=sys.argv[2]) as client:
-            print(" ".join(f"{reward:.2f}" for reward in run(client)))
-    else:
-        with local_client(Path(__file__).with_name("compute.toml")) as client:
-            print(" ".join(f"{reward:.2f}" for reward in run(client)))
+    with client_of(sys.argv[1:], Path(__file__).with_name("compute.toml")) as client:
+        print(" ".join(f"{reward:.2f}" for reward in run(client)))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import waypath
-from waypath.tools.launch import local_client
+from waypath.tools.launch import client_of
 
 WIDTH, ROWS, MICRO_BATCHES = 64, 8, 4
 
@@ -45,15 +45,6 @@ def run(client: waypath.Client) -> float:
     return max(float(np.abs(y - np.tanh(np.tanh(x @ w1) @ w2)).max()) for x, y in zip(batches, found, strict=True))
 
 
-def main() -> None:
-    """Runs it."""
-    if len(sys.argv) == 3:
-        with waypath.connect(sys.argv[1], token_file=sys.argv[2]) as client:
-            print(f"largest difference from numpy: {run(client):.1e}")
-    else:
-        with local_client(Path(__file__).with_name("compute.toml")) as client:
-            print(f"largest difference from numpy: {run(client):.1e}")
-
-
 if __name__ == "__main__":
-    main()
+    with client_of(sys.argv[1:], Path(__file__).with_name("compute.toml")) as client:
+        print(f"largest difference from numpy: {run(client):.1e}")

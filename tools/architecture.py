@@ -252,7 +252,8 @@ def draw_program() -> str:
         text(288, 198, "Execute: ids, places of inputs", colour=SOFT),
         text(350, 318, "transfers", colour=DATA, weight=600),
         text(350, 424, "the new policy", colour=DATA, weight=600),
-        text(20, 236, "ref.result(): shards to the client", colour=DATA, anchor="start"),
+        text(20, 228, "ref.result():", colour=DATA, anchor="start"),
+        text(20, 245, "shards to the client", colour=DATA, anchor="start"),
     ]
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

@@ -18,7 +18,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -333,6 +334,15 @@ def local_client(
     with LocalCluster(load_cluster(config, overrides)) as cluster, connect(cluster.address, cluster.token) as client:
         cluster.wait_ready(client)
         yield client
+
+
+def client_of(where: Sequence[str], config: str | Path) -> AbstractContextManager[Client]:
+    """A client of the controller that `where` names, as (HOST:PORT, TOKENFILE), or of a cluster of its own where it is empty."""
+    if not where:
+        return local_client(config)
+    if len(where) != 2:
+        raise ConfigError(f"expected HOST:PORT TOKENFILE, or nothing, found {' '.join(where)}")
+    return connect(where[0], token_file=where[1])
 
 
 def check_port(address: str) -> None:

@@ -1,7 +1,8 @@
 """Workers that speak the real protocol and compute nothing, many in one process: what a controller costs at scale.
 
-Each has a control stream of its own, registers devices that do not exist, and answers a node after the time that its options
-name (`sleep_s`, a step each; one node after the other, as on a device). No JAX, no data road. Started by the benchmarks:
+Each has a control stream of its own, registers devices that do not exist, and answers a node once its inputs are there (on whichever of
+them) and the time that its options name is over (`sleep_s`, a step each; one node after the other, as on a device). No JAX, no data
+road. Started by the benchmarks:
 
     python -m waypath.tools.bench.simulated --controller A --token-file F --workers 64 --devices 8 --world-size 4
 """
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import grpc
@@ -26,10 +27,37 @@ from waypath.proto.worker_pb2_grpc import WorkerStub
 HEARTBEAT_S = 5.0
 
 
+class Objects:
+    """Which objects are there, on all workers of this process together: what takes the place of the data road."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[str, asyncio.Future[None]]] = {}
+
+    def of(self, execution_id: str, name: str) -> asyncio.Future[None]:
+        """Done when the object is there."""
+        names = self._waiting.setdefault(execution_id, {})
+        if name not in names:
+            names[name] = asyncio.get_running_loop().create_future()
+        return names[name]
+
+    def made(self, execution_id: str, names: Iterable[str]) -> None:
+        """These are there."""
+        for name in names:
+            found = self.of(execution_id, name)
+            if not found.done():
+                found.set_result(None)
+
+    def forget(self, execution_id: str) -> None:
+        """The execution is over."""
+        self._waiting.pop(execution_id, None)
+
+
 class Simulated:
     """One worker."""
 
-    def __init__(self, name: str, world: str, index: int, count: int, devices: int) -> None:
+    def __init__(self, name: str, world: str, index: int, count: int, devices: int, objects: Objects) -> None:
+        self._objects = objects
+        self._tasks: set[asyncio.Task[None]] = set()
         self.register = pb.Register(
             worker=name,
             incarnation=secrets.token_hex(8),
@@ -43,7 +71,7 @@ class Simulated:
             versions=version.versions("simulated", "cpu"),
         )
         self._outbox: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
-        self._programs: dict[str, dict[str, tuple[float, int, list[str]]]] = {}
+        self._programs: dict[str, dict[str, tuple[float, list[str], list[str]]]] = {}
         self._last = 0
         self._free_at = 0.0
 
@@ -68,6 +96,8 @@ class Simulated:
                         self._install(message.install)
                     elif kind == "execute":
                         self._execute(message.execute)
+                    elif kind == "release" and not message.release.node_ids:
+                        self._objects.forget(message.release.execution_id)
                     elif kind == "shutdown":
                         return
 
@@ -76,25 +106,46 @@ class Simulated:
         for node in message.nodes:
             steps = list(node.steps) or [node]
             sleep_s = sum(float(load_json(step.options_json).get("sleep_s", 0.0)) for step in steps)
-            nodes[node.node_id] = (sleep_s, len(steps), list(node.exports))
+            nodes[node.node_id] = (sleep_s, list(node.inputs), list(node.exports))
         self._programs[message.program_id] = nodes
 
     def _execute(self, message: pb.Execute) -> None:
-        loop = asyncio.get_running_loop()
         for assigned in message.nodes:
-            sleep_s, _, exports = self._programs[message.program_id][assigned.node_id]
-            event = pb.NodeEvent(
-                execution_id=message.execution_id,
-                node_id=assigned.node_id,
-                attempt=assigned.attempt,
-                state=pb.NodeEvent.FINISHED,
-                export_bytes=dict.fromkeys(exports, 4),
-            )
-            if sleep_s:
-                self._free_at = max(self._free_at, loop.time()) + sleep_s
-                loop.call_at(self._free_at, self._outbox.put_nowait, pb.WorkerMessage(node=event))
+            _, inputs, _ = self._programs[message.program_id][assigned.node_id]
+            waits = [self._objects.of(message.execution_id, name) for name in inputs]
+            if all(wait.done() for wait in waits):
+                self._run(message, assigned)
             else:
-                self._outbox.put_nowait(pb.WorkerMessage(node=event))
+                task = asyncio.get_running_loop().create_task(self._run_behind(waits, message, assigned))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _run_behind(
+        self, waits: list[asyncio.Future[None]], message: pb.Execute, assigned: pb.Assignment
+    ) -> None:
+        await asyncio.gather(*map(asyncio.shield, waits))
+        self._run(message, assigned)
+
+    def _run(self, message: pb.Execute, assigned: pb.Assignment) -> None:
+        loop = asyncio.get_running_loop()
+        sleep_s, _, exports = self._programs[message.program_id][assigned.node_id]
+        event = pb.NodeEvent(
+            execution_id=message.execution_id,
+            node_id=assigned.node_id,
+            attempt=assigned.attempt,
+            state=pb.NodeEvent.FINISHED,
+            export_bytes=dict.fromkeys(exports, 4),
+        )
+
+        def done() -> None:
+            self._objects.made(message.execution_id, exports or [assigned.node_id])
+            self._outbox.put_nowait(pb.WorkerMessage(node=event))
+
+        if sleep_s:
+            self._free_at = max(self._free_at, loop.time()) + sleep_s
+            loop.call_at(self._free_at, done)
+        else:
+            done()
 
     async def beat(self) -> None:
         """Says that it lives."""
@@ -108,10 +159,11 @@ async def serve(options: argparse.Namespace) -> None:
     token = channel.read_token(options.token_file)
     joined = asyncio.Semaphore(0)
     tasks = []
+    objects = Objects()
     for number in range(options.first, options.first + options.workers):
         world, index = divmod(number, options.world_size)
         name = f"world-{world}" if options.world_size > 1 else f"sim-{number}"
-        worker = Simulated(f"sim-{number}", name, index, options.world_size, options.devices)
+        worker = Simulated(f"sim-{number}", name, index, options.world_size, options.devices, objects)
         tasks += [
             asyncio.create_task(worker.run(options.controller, token, joined)),
             asyncio.create_task(worker.beat()),
