@@ -110,10 +110,8 @@ class Execution:
 class Runtime(WorkerServicer):
     """Workers' streams on one side, executions on the other, the scheduler between."""
 
-    def __init__(
-        self, resources: Resources, cluster_id: str, epoch: int, functions: FunctionStore | None = None
-    ) -> None:
-        self.functions = functions or FunctionStore()
+    def __init__(self, resources: Resources, cluster_id: str, epoch: int) -> None:
+        self.functions = FunctionStore()
         self.cluster_id = cluster_id
         self.epoch = epoch
         self.scheduler = Scheduler(resources)
@@ -137,13 +135,8 @@ class Runtime(WorkerServicer):
         self._number += 1
         execution_id = f"{program.name}-{self._number}-{secrets.token_hex(3)}"
         execution = Execution(execution_id, program)
-        self._executions[execution_id] = execution
         self._owners[execution_id] = owner
-        try:
-            self.handle(c.ExecutionSubmitted(execution_id, program, args, owner))
-        except WaypathError:
-            self._forget(execution_id)
-            raise
+        self.start(execution_id, program, args, owner, {}, execution)
         return execution
 
     def start(

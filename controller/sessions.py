@@ -25,7 +25,6 @@ from waypath.proto.codecs import dump_json, load_json
 from waypath.proto.errors import (
     DeadlineError,
     GraphError,
-    NameTakenError,
     NotFoundError,
     ProtocolError,
     WaypathError,
@@ -125,7 +124,10 @@ class Session:
         program = fuse(Program.from_json(load_json(message.program_json)))
         if program.program_id not in self._programs:
             if len(self._programs) >= MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
+                raise GraphError(
+                    f"{MAX_PROGRAMS:,} programs are installed already",
+                    remedy="Call one with other refs, or open another session",
+                )
             self._runtime.scheduler.check(program, self.session_id)
             self._programs[program.program_id] = program
         return pb.Installed(program_id=program.program_id)
@@ -133,8 +135,6 @@ class Session:
     def _slice(self, message: pb.RequestSlice) -> pb.SliceGrant:
         self._slices += 1
         name = message.name or f"{self.session_id}-slice-{self._slices}"
-        if name in self._runtime.scheduler.resources.slices:
-            raise NameTakenError(f"there is a slice {name!r} already")
         self._runtime.handle(
             c.SliceRequested(
                 name=name,

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeVar
 
 import grpc
 
-from waypath.controller.client.programs import FUNCTION_TIMEOUT_S, Function, Programs, TracedProgram
+from waypath.controller.client.programs import FUNCTION_TIMEOUT_S, Function, TracedProgram
 from waypath.controller.client.refs import Ref, Slice
+from waypath.controller.client.session import ClientSession
 from waypath.proto import channel as channels
 from waypath.proto import client_pb2 as pb
 from waypath.proto import config as configs
@@ -141,7 +142,7 @@ class Client:
         self.metadata = channels.metadata(token)
         self._channel = channels.channel(address)
         self.stub = ClientStub(self._channel)
-        self._programs = Programs(self, weight, lease_s, name)
+        self._session = ClientSession(self, weight, lease_s, name)
 
     def __enter__(self) -> Client:
         return self
@@ -153,7 +154,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection. Runs go on; slices and objects of this client are released."""
-        self._programs.close()
+        self._session.close()
         self._channel.close()
 
     def call(self, method: Callable[..., T], request: Any, doing: str, timeout: float = CALL_TIMEOUT_S) -> T:
@@ -206,7 +207,7 @@ class Client:
         others; `exclusive`: on devices of its own; `like`: on the devices of that slice. Raises ConfigError where it cannot be
         had, saying what is free and who holds the rest.
         """
-        return self._programs.slice(devices, mesh, kind, name, world, strategy, exclusive, like)
+        return self._session.slice(devices, mesh, kind, name, world, strategy, exclusive, like)
 
     def function(
         self,
@@ -226,19 +227,19 @@ class Client:
         likewise for what it returns. `donate`: positions of arguments that a call consumes. With `debug_nans` a NaN in an output
         is an error. A call that is not done `deadline_s` after its dispatch has failed. It is traced here and exported as StableHLO at the first call with arguments of a kind.
         """
-        return Function(self._programs, fun, slice, in_specs, out_specs, donate, name, debug_nans, deadline_s)
+        return Function(self._session, fun, slice, in_specs, out_specs, donate, name, debug_nans, deadline_s)
 
     def put(self, value: Any, slice: Slice, spec: Any = None) -> Ref:
         """Brings a tree of arrays to a slice, split as `spec` says (None: whole on every device)."""
-        return self._programs.put(value, slice, spec)
+        return self._session.put(value, slice, spec)
 
     def transfer(self, ref: Any, slice: Slice, spec: Any = None) -> Any:
         """The same arrays on another slice, or with another spec on the same; workers pull from workers."""
-        return self._programs.transfer(ref, slice, spec)
+        return self._session.transfer(ref, slice, spec)
 
     def program(self, fun: Callable[..., Any], *, name: str = "") -> TracedProgram:
         """A Python function over refs as a program; a decorator. See `TracedProgram`."""
-        return TracedProgram(self._programs, fun, name)
+        return TracedProgram(self._session, fun, name)
 
     def run(self, run_id: str) -> Run:
         """Attaches to a run by id."""

@@ -1,7 +1,7 @@
 """Slices and refs: what a client holds of the cluster.
 
 A ref names an object that workers hold, or will: it exists as soon as the call that makes it returns. Must not know jax; trees
-are opaque. Made by programs.py.
+are opaque. Made by session.py and programs.py.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from waypath.controller.nodes import Aval
 from waypath.proto.errors import GraphError
 
 if TYPE_CHECKING:
-    from waypath.controller.client.programs import Programs
+    from waypath.controller.client.session import ClientSession
     from waypath.controller.client.stream import Pending
 
 
 class Slice:
     """A named mesh of devices that belongs to this session. `release` it, or use it as a context manager."""
 
-    def __init__(self, programs: Programs, grant: Grant, addresses: Mapping[str, str]) -> None:
-        self._programs = programs
+    def __init__(self, session: ClientSession, grant: Grant, addresses: Mapping[str, str]) -> None:
+        self._session = session
         self.grant = grant
         self.addresses = dict(addresses)
         self.released = False
@@ -56,7 +56,7 @@ class Slice:
         """Gives the devices back; executions on them are cancelled, objects there are lost."""
         if not self.released:
             self.released = True
-            self._programs.release_slice(self)
+            self._session.release_slice(self)
 
     def __enter__(self) -> Slice:
         return self
@@ -77,16 +77,16 @@ class Ref:
     """
 
     def __init__(
-        self, programs: Programs, object_id: str, slice_: Slice, aval: Aval, tree: Any, pending: Pending
+        self, session: ClientSession, object_id: str, slice_: Slice, aval: Aval, tree: Any, pending: Pending
     ) -> None:
-        self._programs = programs
+        self._session = session
         self.object_id = object_id
         self.slice = slice_
         self.aval = aval
         self.tree = tree
         self._pending = pending
         self._gone = ""
-        self._finalizer = weakref.finalize(self, programs.dropped.append, object_id)
+        self._finalizer = weakref.finalize(self, session.dropped.append, object_id)
 
     def wait(self, timeout_s: float | None = None) -> Ref:
         """Returns when the value is there. Raises what kept it from being computed, with the worker's traceback as
@@ -102,7 +102,7 @@ class Ref:
         """
         self.check()
         self.wait(timeout_s)
-        return self._programs.pull(self, timeout_s)
+        return self._session.pull(self, timeout_s)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """What the nodes of the execution reported, by node and worker, once it is done."""
@@ -113,7 +113,7 @@ class Ref:
         """Frees the object, after those that read it already."""
         if self._finalizer.detach() is not None and not self._gone:
             self._gone = "was deleted"
-            self._programs.delete([self.object_id])
+            self._session.delete([self.object_id])
 
     def check(self) -> None:
         """Raises GraphError where nothing may read the object any more."""

@@ -39,11 +39,6 @@ class Pending:
         self.results: dict[str, dict[str, Any]] = {}
         self._over = threading.Event()
 
-    @property
-    def over(self) -> bool:
-        """Is it done, failed or cancelled?"""
-        return self._over.is_set()
-
     def wait(self, timeout_s: float | None) -> None:
         """Returns when the execution is done; raises what ended it, or DeadlineError."""
         if not self._over.wait(timeout_s):

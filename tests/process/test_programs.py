@@ -351,12 +351,12 @@ def test_the_controller_refuses_what_a_client_should_not_have_sent(client: waypa
     from waypath.controller.graph import Slice as Place
     from waypath.proto import client_pb2 as pb
 
-    stream = client._programs.stream
+    stream = client._session.stream
     builder = ProgramBuilder("by-hand")
     aval = (Leaf((2,), "float32", (("z",),)),)
     builder.output(builder.call("function", "put", on=Place(pair.name), gives=aval))
     with pytest.raises(GraphError, match="no mesh axis 'z'"):
-        client._programs.install(builder.build())
+        client._session.install(builder.build())
     cases: list[tuple[pb.Submit, type[WaypathError], str]] = [
         (pb.Submit(execution_id="another-1", program_id="p"), NotFoundError, "is not one of session"),
         (pb.Submit(execution_id=stream.new_execution_id(), program_id="p"), GraphError, "no program 'p'"),

@@ -286,9 +286,10 @@ def with_task(monkeypatch: pytest.MonkeyPatch, prompt: Callable[[dict[str, Any]]
 
 
 def test_a_prompt_that_blocks_does_not_block_the_network_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop_runs = threading.Event()
+    asked, loop_runs = threading.Event(), threading.Event()
 
     def prompt(row: dict[str, Any]) -> str:
+        asked.set()
         assert loop_runs.wait(30), "the network loop stood still"
         return f"{row['digits']}>"
 
@@ -299,7 +300,7 @@ def test_a_prompt_that_blocks_does_not_block_the_network_loop(monkeypatch: pytes
         await replica.stage(0, seed=0)
         await replica.commit(0)
         generating = asyncio.create_task(replica.generate(0))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(asked.wait, 30), "nobody asked for a prompt"
         loop_runs.set()
         check_trajectory((await generating)[0], version=0)
 

@@ -48,6 +48,16 @@ def test_imports_follow_the_direction_of_the_folders(folder: str) -> None:
     assert wrong == []
 
 
+def test_only_the_client_s_tracing_imports_jax_and_nobody_loads_it_but_inside_a_function() -> None:
+    tracing = ROOT / "controller" / "client" / "tracing.py"
+    for path in sorted((ROOT / "controller").rglob("*.py")):
+        names = {name.split(".")[0] for name in imported(path)}
+        assert path == tracing or not names & {"jax", "jaxlib", "flax"}, f"{path} imports jax"
+        at_top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+        loaded = {f"{node.module}.{alias.name}" for node in at_top for alias in node.names}
+        assert "waypath.controller.client.tracing" not in loaded | {str(node.module) for node in at_top}, path
+
+
 @pytest.mark.parametrize("module", ["waypath", "waypath.controller.main", "waypath.tools.cli"])
 def test_module_loads_without_jax(module: str) -> None:
     program = (

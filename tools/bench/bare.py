@@ -122,10 +122,10 @@ def chain(name: str, stages: Sequence[Slice], steps: int = 1, sleep_s: float = 0
 
 def submit(client: Client, program: Program) -> Pending:
     """Executes an installed program; returns at once."""
-    stream = client._programs.stream
+    stream = client._session.stream
     return stream.submit(pb.Submit(execution_id=stream.new_execution_id(), program_id=program.program_id))
 
 
 def install(client: Client, program: Program) -> None:
     """Installs a program."""
-    client._programs.install(program)
+    client._session.install(program)

@@ -241,11 +241,11 @@ def _floors(size: int) -> Iterator[tuple[Callable[[], float], Callable[[], float
 
 @contextlib.contextmanager
 def _round_trip(address: str) -> Iterator[Callable[[], float]]:
-    outgoing: list[threading.Semaphore] = [threading.Semaphore(0)]
+    asked = threading.Semaphore(0)
     over = threading.Event()
 
     def requests() -> Iterator[bytes]:
-        while outgoing[0].acquire() and not over.is_set():
+        while asked.acquire() and not over.is_set():
             yield b"x" * 64
 
     with channel.channel(address) as dialled:
@@ -253,7 +253,7 @@ def _round_trip(address: str) -> Iterator[Callable[[], float]]:
 
         def once() -> float:
             began = time.perf_counter()
-            outgoing[0].release()
+            asked.release()
             next(stream)
             return time.perf_counter() - began
 
@@ -263,7 +263,7 @@ def _round_trip(address: str) -> Iterator[Callable[[], float]]:
             yield once
         finally:
             over.set()
-            outgoing[0].release()
+            asked.release()
             with contextlib.suppress(grpc.RpcError):
                 stream.cancel()
 
@@ -345,7 +345,7 @@ def clients(counts: Sequence[int], seconds: float) -> list[Row]:
     with bare.Bare() as cluster:
         cluster.workers(4)
         for count in counts:
-            done = _compete(cluster, [1.0] * count, seconds, sleep_s=0.0, exclusive=False)
+            done = _compete(cluster, [1.0] * count, seconds, sleep_s=0.0)
             rows.append(
                 row(f"{count} client{'s' if count > 1 else ''}", "throughput", sum(done) / seconds, "executions/s")
             )
@@ -356,7 +356,7 @@ def shares(weights: Sequence[float], seconds: float) -> list[Row]:
     """What clients of these weights get of one worker, their queues never empty."""
     with bare.Bare() as cluster:
         cluster.workers(1)
-        done = _compete(cluster, weights, seconds, sleep_s=0.004, exclusive=False)
+        done = _compete(cluster, weights, seconds, sleep_s=0.004)
     asked = [weight / sum(weights) for weight in weights]
     got = [count / sum(done) for count in done]
     case = "shares " + ":".join(f"{weight:g}" for weight in weights)
@@ -373,9 +373,7 @@ def largest_deviation(got: Sequence[float], asked: Sequence[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(got, asked, strict=True))
 
 
-def _compete(
-    cluster: bare.Bare, weights: Sequence[float], seconds: float, sleep_s: float, exclusive: bool
-) -> list[int]:
+def _compete(cluster: bare.Bare, weights: Sequence[float], seconds: float, sleep_s: float) -> list[int]:
     """Executions that each client finished in `seconds`, all at once, with 40 under way each."""
     ready, go, over = threading.Barrier(len(weights) + 1), threading.Event(), threading.Event()
     counts = [0] * len(weights)
@@ -384,7 +382,7 @@ def _compete(
     def work(index: int) -> None:
         try:
             with cluster.client(weight=weights[index]) as client:
-                slice_ = client.slice(devices=1, exclusive=exclusive, strategy="spread")
+                slice_ = client.slice(devices=1, strategy="spread")
                 program = bare.chain("work", [slice_], sleep_s=sleep_s)
                 bare.install(client, program)
                 window: list[Pending] = [bare.submit(client, program) for _ in range(40)]

@@ -8,6 +8,7 @@ boxes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,10 @@ class Meshes:
         mesh = self._made.get(key)
         if mesh is None:
             devices: dict[tuple[int, int], Any] = {}
+            counts: Counter[int] = Counter()
             for device in sorted(jax.devices(), key=lambda d: d.id):
-                local_id = sum(process == device.process_index for process, _ in devices)
-                devices[device.process_index, local_id] = device
+                devices[device.process_index, counts[device.process_index]] = device
+                counts[device.process_index] += 1
             array = np.empty(len(message.devices), dtype=object)
             for position, wanted in enumerate(message.devices):
                 found = devices.get((wanted.process_index, wanted.local_id))
