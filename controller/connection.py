@@ -21,6 +21,8 @@ from waypath.proto.codecs import dump_json, load_json
 from waypath.proto.errors import LocalError, from_message
 
 MAX_QUEUED_MESSAGES = 4096
+RELEASE_DELAY_S = 0.005
+MAX_HELD = 1024
 
 
 def node_message(node: Node, sources: Sequence[str] = ()) -> pb.Node:
@@ -85,9 +87,7 @@ def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
         message.relocate.location.node_id = command.node_id
         message.relocate.location.workers.extend(command.workers)
     elif isinstance(command, c.ReleaseObjects):
-        message.release.execution_id = command.execution_id
-        message.release.node_ids.extend(command.node_ids)
-        message.release.kept.extend(command.kept)
+        message.releases.add(execution_id=command.execution_id, node_ids=command.node_ids, kept=command.kept)
     elif isinstance(command, c.CancelExecution):
         message.cancel.execution_id = command.execution_id
         message.cancel.reason = command.reason
@@ -141,6 +141,7 @@ class Connection:
     _sequence: int = 0
     _closed: bool = False
     _outgoing: deque[pb.ControllerMessage] = field(default_factory=deque)
+    _held: list[pb.Release] = field(default_factory=list)  # releases that no message has taken along yet
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -151,11 +152,31 @@ class Connection:
     def send(self, message: pb.ControllerMessage) -> None:
         """Numbers a message and queues it; what is sent to a closed stream is dropped.
 
+        A message of releases alone goes with the next one, or after `RELEASE_DELAY_S`: nobody waits for it.
+
         Never raises, for the messages to other workers must go out all the same: a worker that does not read (nothing
         queues without bound) has its stream ended, and `broken` tells the runtime to lose it.
         """
         if self._closed:
             return
+        if message.releases and message.WhichOneof("kind") is None:
+            if not self._held:
+                asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._send_held)
+            self._held += message.releases
+            if len(self._held) >= MAX_HELD:
+                self._send_held()
+            return
+        if self._held:
+            message.releases.extend(self._held)
+            self._held.clear()
+        self._queue(message)
+
+    def _send_held(self) -> None:
+        if self._held and not self._closed:
+            self._queue(pb.ControllerMessage(releases=self._held))
+            self._held.clear()
+
+    def _queue(self, message: pb.ControllerMessage) -> None:
         if len(self._outgoing) >= MAX_QUEUED_MESSAGES:
             self.broken = f"it does not read: {MAX_QUEUED_MESSAGES} messages wait for it"
             self._outgoing.clear()

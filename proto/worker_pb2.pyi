@@ -9,30 +9,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ControllerMessage(_message.Message):
-    __slots__ = ("epoch", "sequence", "welcome", "install", "execute", "relocate", "release", "cancel", "peers", "shutdown", "abort_world")
+    __slots__ = ("epoch", "sequence", "releases", "welcome", "install", "execute", "relocate", "cancel", "peers", "shutdown", "abort_world")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     INSTALL_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_FIELD_NUMBER: _ClassVar[int]
     RELOCATE_FIELD_NUMBER: _ClassVar[int]
-    RELEASE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     ABORT_WORLD_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
+    releases: _containers.RepeatedCompositeFieldContainer[Release]
     welcome: Welcome
     install: Install
     execute: Execute
     relocate: Relocate
-    release: Release
     cancel: Cancel
     peers: Peers
     shutdown: Shutdown
     abort_world: AbortWorld
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., execute: _Optional[_Union[Execute, _Mapping]] = ..., relocate: _Optional[_Union[Relocate, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., abort_world: _Optional[_Union[AbortWorld, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., execute: _Optional[_Union[Execute, _Mapping]] = ..., relocate: _Optional[_Union[Relocate, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., abort_world: _Optional[_Union[AbortWorld, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("acknowledged", "register", "ack", "nack", "node", "heartbeat")

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +179,8 @@ class Executions:
             execution.nodes[assigned.node_id] = node
             if not node.on_device:
                 execution.inputs.want(node.reader, tuple(node.spec.inputs))
-            node.task = asyncio.get_running_loop().create_task(self._run(execution, node), name=node.title)
+            if not self._begin(execution, node):
+                self._run_as_task(execution, node)
 
     def answer(self, message: pb.Execute) -> None:
         """Tell again what came of the nodes of an `execute` that was seen before."""
@@ -297,19 +299,54 @@ class Executions:
             return await execution.inputs.local(node.spec.inputs)
         return [] if node.on_device else await execution.inputs.get(node.spec.inputs)
 
-    async def _run(self, execution: _Execution, node: _Node) -> None:
+    def _run_as_task(self, execution: _Execution, node: _Node, begun: Future[Any] | None = None) -> None:
+        node.task = asyncio.get_running_loop().create_task(self._run(execution, node, begun), name=node.title)
+
+    def _begin(self, execution: _Execution, node: _Node) -> bool:
+        """Hands a sequence that has nothing to wait for to the JAX thread at once; False where it has.
+
+        It is `_run` without its waits, which cost as much as a short computation.
+        """
+        if node.spec.kind != "sequence" or (node.before is not None and not node.before.is_set()):
+            return False
+        inputs = execution.inputs.here(node.spec.inputs)
+        if inputs is None or not self._service(ON_DEVICE).is_bound(node.call):
+            return False
+        node.call.inputs, node.stage = inputs, "running"
+        loop = asyncio.get_running_loop()
+        begun = self._lanes.start(node.method, node.call)
+        late = loop.call_later(node.call.remaining_s, self._run_as_task, execution, node, begun)
+
+        def returned() -> None:
+            if node.task is not None:
+                return
+            late.cancel()
+            if begun.exception() is not None or node.call.ready is not None:
+                self._run_as_task(execution, node, begun)
+            else:
+                self._settle(execution, node, "finished", self._keep(execution, node, begun.result()))
+
+        begun.add_done_callback(lambda _: loop.call_soon_threadsafe(returned))
+        return True
+
+    async def _run(self, execution: _Execution, node: _Node, begun: Future[Any] | None = None) -> None:
+        """One attempt, from its inputs to its outcome; `begun`: it is with the JAX thread already."""
         outcome, error, kept, diverged = "finished", None, None, False
         try:
             async with asyncio.timeout(node.call.remaining_s):
-                node.call.inputs = await self._inputs(execution, node)
-                if node.prepare is not None:
-                    await node.prepare(node.call)
-                if node.before is not None:
-                    node.stage = "turn"
-                    await node.before.wait()
-                node.stage = "running"
+                if begun is None:
+                    node.call.inputs = await self._inputs(execution, node)
+                    if node.prepare is not None:
+                        await node.prepare(node.call)
+                    if node.before is not None:
+                        node.stage = "turn"
+                        await node.before.wait()
+                    node.stage = "running"
                 missing = _first_error(node.call.inputs)
-                returned = await self._lanes.run(node.lane, node.method, node.call)
+                if begun is None:
+                    returned = await self._lanes.run(node.lane, node.method, node.call)
+                else:
+                    returned = await asyncio.wrap_future(begun)
                 if missing is not None:
                     raise missing
                 kept = self._keep(execution, node, returned)
@@ -325,6 +362,18 @@ class Executions:
             outcome, error, diverged = "failed", raised.error, True
         except Exception as raised:  # an error is a value: whatever a method raises goes to the controller
             outcome, error = "failed", raised
+        self._settle(execution, node, outcome, kept, error, diverged)
+
+    def _settle(
+        self,
+        execution: _Execution,
+        node: _Node,
+        outcome: str,
+        kept: dict[str, Held] | None = None,
+        error: Exception | None = None,
+        diverged: bool = False,
+    ) -> None:
+        """An attempt is over: what waits for its turn may go on, and the controller hears of it."""
         stuck = node.stage == "running" and isinstance(error, DeadlineError) and node.lane == "jax"
         node.call.inputs = []
         node.over.set()

@@ -81,6 +81,11 @@ class Inputs:
         producer = self._producers.get(name)
         return () if producer is None else producer.workers
 
+    def here(self, names: Iterable[str]) -> list[Any] | None:
+        """This worker's own parts of these objects, if all are here; waits for none."""
+        found = [self._store.find(self.object_id(name)) for name in names]
+        return None if any(part is None for part in found) else found
+
     async def local(self, names: Iterable[str]) -> list[Any]:
         """This worker's own parts of these objects, as soon as they are here; raises the error of one that failed."""
         return [await self._store.wait(self.object_id(name)) for name in names]

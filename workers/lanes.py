@@ -106,8 +106,12 @@ class Lanes:
         if lane == "async":
             return await method(call)
         if lane == "jax":
-            return await asyncio.wrap_future(self._jax.submit(lambda: method(call)))
+            return await asyncio.wrap_future(self.start(method, call))
         return await asyncio.wrap_future(self._host.submit(method, call))
+
+    def start(self, method: Callable[[Call], Any], call: Call) -> concurrent.futures.Future[Any]:
+        """Queues `method(call)` on the JAX thread; returns at once."""
+        return self._jax.submit(lambda: method(call))
 
     async def ready(self, wait: Callable[[], None]) -> None:
         """Blocks on a thread until what the JAX thread has enqueued is done; one after the other, in the order of the calls.

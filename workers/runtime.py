@@ -211,14 +211,14 @@ class Runtime:
         self._outbox.put_nowait(pb.WorkerMessage(ack=pb.Ack(sequence=self._last)))
 
     def _handle(self, kind: str | None, message: pb.ControllerMessage) -> None:
+        for release in message.releases:
+            self._handler.release(release)
         if kind == "execute":
             self._handler.execute(message.execute)
         elif kind == "install":
             self._handler.install(message.install)
         elif kind == "relocate":
             self._handler.relocate(message.relocate)
-        elif kind == "release":
-            self._handler.release(message.release)
         elif kind == "cancel":
             self._handler.cancel(message.cancel)
         elif kind == "peers":
@@ -228,7 +228,7 @@ class Runtime:
             self.leave(EXIT_OK, f"told to shut down: {message.shutdown.reason}")
         elif kind == "abort_world":
             self.leave(EXIT_STUCK, f"the world is broken: {message.abort_world.reason}")
-        else:
+        elif kind is not None or not message.releases:
             raise ProtocolError(f"a message of kind {kind!r} at sequence {message.sequence}")
 
     def _welcome(self, message: pb.ControllerMessage) -> None:

@@ -120,6 +120,11 @@ class ObjectStore:
                 return self._objects[name]
             raise self._gone.get(name) or NotFoundError(f"object {name} is not on this worker")
 
+    def find(self, name: str) -> Any | None:
+        """The object, or None where it is not here (yet, or any more)."""
+        with self._changed:
+            return self._objects.get(name)
+
     async def wait(self, name: str) -> Any:
         """The object, as soon as it is here. Raises the error of one that failed or was released."""
         waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()

@@ -57,7 +57,7 @@ def test_an_execution_names_the_objects_of_its_parameters() -> None:
 
 
 def test_a_release_says_what_is_kept() -> None:
-    release = command_message(c.ReleaseObjects("w", "e", kept=("y",), cause="e")).release
+    (release,) = command_message(c.ReleaseObjects("w", "e", kept=("y",), cause="e")).releases
     assert (release.execution_id, list(release.node_ids), list(release.kept)) == ("e", [], ["y"])
 
 

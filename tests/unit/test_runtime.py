@@ -107,8 +107,8 @@ def test_a_program_runs_from_register_to_release() -> None:
             assert [span.name for span in events["c"].spans] == ["train"]
             await controller.until(lambda: any(ack.sequence == last for ack in controller.all("ack")))
             assert worker.store.names() == ["e/a", "e/b", "e/c"]
-            controller.send(release=pb.Release(execution_id="e", node_ids=["a"]))
-            last = controller.send(release=pb.Release(execution_id="e"))
+            controller.send(releases=[pb.Release(execution_id="e", node_ids=["a"])])
+            last = controller.send(releases=[pb.Release(execution_id="e")])
             await controller.until(lambda: any(ack.sequence == last for ack in controller.all("ack")))
             assert worker.store.nbytes == 0 and len(worker.executions) == 0
 

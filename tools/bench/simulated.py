@@ -90,14 +90,15 @@ class Simulated:
                 async for message in call:
                     self._last = message.sequence
                     kind = message.WhichOneof("kind")
+                    for release in message.releases:
+                        if not release.node_ids:
+                            self._objects.forget(release.execution_id)
                     if kind == "welcome":
                         joined.release()
                     elif kind == "install":
                         self._install(message.install)
                     elif kind == "execute":
                         self._execute(message.execute)
-                    elif kind == "release" and not message.release.node_ids:
-                        self._objects.forget(message.release.execution_id)
                     elif kind == "shutdown":
                         return
 

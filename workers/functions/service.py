@@ -40,9 +40,13 @@ class FunctionService:
         self._bound: dict[tuple[str, str], BoundSequence] = {}
         self._unready = 0
 
+    def is_bound(self, call: Call) -> bool:
+        """Did a sequence run before? Then there is nothing to prepare."""
+        return (call.program_id, call.node_id) in self._bound
+
     async def prepare(self, call: Call) -> None:
         """Fetches the functions of a sequence."""
-        if (call.program_id, call.node_id) not in self._bound:
+        if not self.is_bound(call):
             await self._library.fetch(digests_of(call.node))
 
     @method(lane="jax")
