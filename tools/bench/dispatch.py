@@ -2,7 +2,7 @@
 
 On real JAX workers, in worlds of 1, 2 and 4 processes: an all-reduce of a scalar followed by an add, dispatched OpByOp (a
 program each, waited for), Chained (one program of 128 nodes) and Fused (one node that holds the steps), against the same loops in
-multi-controller JAX (local_loop.py) and against gRPC streams that do nothing (echo.py). On simulated workers: how long a node must
+multi-controller JAX (local_loop.py), gRPC streams that do nothing (echo.py) and Ray (ray_actors.py). On simulated workers: how long a node must
 compute for full throughput, pipelines, and several clients. Every comparison is interleaved in one run.
 """
 
@@ -27,14 +27,14 @@ from waypath.controller.client.client import Client
 from waypath.controller.client.stream import Pending
 from waypath.proto import channel
 from waypath.proto.errors import LocalError
-from waypath.tools.bench import bare, echo, local_loop, report
+from waypath.tools.bench import bare, echo, local_loop, ray_actors, report
 from waypath.tools.bench.report import Row, p99, row
 from waypath.tools.launch import local_client
 
 NODES = local_loop.NODES
 WORLDS = (1, 2, 4)
-FUSED_S = 0.05
-MAX_FUSED_STEPS = 5_000_000
+FUSED_S = 0.2
+MAX_FUSED_STEPS = 200_000_000
 LOCAL = "multi-controller JAX, same run"
 
 
@@ -98,14 +98,22 @@ def real(size: int, quick: bool) -> list[Row]:
         )
         rows.append(row(case, "OpByOp, round trip", alone * 1e6, "µs", "gRPC stream, client → worker", direct * 1e6))
         chained = statistics.median(ours.local() for _ in range(5)) / NODES
-        rows.append(row(case, "throughput, Chained without communication", 1 / chained, "nodes/s", "OpByOp", 1 / alone))
+        together = (case, "throughput, Chained without communication", 1 / chained, "nodes/s")
+        rows.append(row(*together, "OpByOp", 1 / alone))
+        if ray_actors.installed():
+            ray = stack.enter_context(_ray(size))
+            call_s = statistics.median(ray("alone") for _ in range(20 if quick else 200))
+            link_s = statistics.median(ray("link") for _ in range(3 if quick else 10))
+            rows.append(row(case, "OpByOp, round trip", alone * 1e6, "µs", "Ray, a call of all actors", call_s * 1e6))
+            rows.append(row(*together, "Ray, calls one by one", 1 / call_s))
+            rows.append(row(*together, "Ray, calls chained by refs", 1 / link_s))
     return rows
 
 
 def _fused_steps(client: Client, size: int) -> int:
-    """How many steps take `FUSED_S`, and a margin: from what 1,000 take more than 1, and then from what that many take."""
+    """How many steps take `FUSED_S`, and a margin: from what 1,000 take more than 1, and then from what more take."""
     steps = 1000
-    for _ in range(2):
+    for _ in range(3):
         few, many = _Ours(client, size, 1), _Ours(client, size, steps)
         few.fused(), many.fused()
         short, long = (min(side.fused() for _ in range(5)) for side in (few, many))
@@ -194,27 +202,47 @@ def _local(size: int, fused_steps: int) -> Iterator[Callable[[str], float]]:
                 members.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             children += members
 
-            def run(name: str) -> float:
-                for member in members:
-                    assert member.stdin is not None
-                    member.stdin.write(f"{name}\n")
-                    member.stdin.flush()
-                seconds = []
-                for member in members:
-                    assert member.stdout is not None
-                    line = "-"
-                    while line and not line.startswith("seconds "):  # gloo prints to standard output too
-                        line = member.stdout.readline()
-                    if not line:
-                        raise LocalError(f"a process of the baseline ended with {member.wait()}")
-                    seconds.append(float(line.split()[1]))
-                return max(seconds)
-
-            yield run
+            yield lambda name: _longest(members, name)
         finally:
             for child in reversed(children):
                 child.kill()
                 child.wait()
+
+
+def _longest(members: Sequence[subprocess.Popen[str]], name: str) -> float:
+    """Has all of these processes run the loop `name`; returns the longest seconds."""
+    for member in members:
+        assert member.stdin is not None
+        member.stdin.write(f"{name}\n")
+        member.stdin.flush()
+    seconds = []
+    for member in members:
+        assert member.stdout is not None
+        line = "-"
+        while line and not line.startswith("seconds "):  # gloo prints to standard output too
+            line = member.stdout.readline()
+        if not line:
+            raise LocalError(f"a process of the baseline ended with {member.wait()}")
+        seconds.append(float(line.split()[1]))
+    return max(seconds)
+
+
+@contextlib.contextmanager
+def _ray(size: int) -> Iterator[Callable[[str], float]]:
+    """Ray's actors in a process of their own; yields a function that runs one of its loops and returns the seconds."""
+    command = [sys.executable, "-m", "waypath.tools.bench.ray_actors", str(size)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for name in ("alone", "link") * 2:
+            _longest([child], name)
+        yield lambda name: _longest([child], name)
+    finally:
+        assert child.stdin is not None
+        child.stdin.close()  # it ends what it has started
+        try:
+            child.wait(60.0)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 @contextlib.contextmanager
