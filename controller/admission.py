@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from waypath.controller.allocation import Grant
+from waypath.controller.catalogue import Catalogue, check_named
 from waypath.controller.credits import Credits
 from waypath.controller.execution import Execution
 from waypath.controller.fairness import FairQueue
@@ -22,7 +23,7 @@ from waypath.controller.graph import Place, Program
 from waypath.controller.memory import Memory, footprint
 from waypath.controller.nodes import STEP_KINDS
 from waypath.controller.objects import ObjectDirectory
-from waypath.controller.placement import blockers, reach
+from waypath.controller.placement import blockers, candidates, reach
 from waypath.controller.resources import Resources
 from waypath.controller.specs import check_specs, device_bytes
 from waypath.proto.errors import GraphError, LocalError
@@ -190,6 +191,7 @@ class Admission:
                     f"a {loose.kind} outside a sequence", where=f"program {program.name}, node {loose.node_id}"
                 )
             check_specs(program, grants)
+            self._check_named(program)
             self._checked[install_id] = None
             while len(self._checked) > KEPT_CHECKED:
                 del self._checked[next(iter(self._checked))]
@@ -207,6 +209,20 @@ class Admission:
             footprint(program, grants) if any(grant.memory_bytes for grant in mine) else {},
             tuple(donors),
         )
+
+    def _check_named(self, program: Program) -> None:
+        """Asks the workers that there are now; a place that is not up is asked by its workers, when it is."""
+        asked: dict[Place, list[tuple[str, Catalogue]]] = {}
+        for place in program.places:
+            found = asked[place] = []
+            for worker in (w for name in candidates(self._resources, place) for w in self._resources.slices[name]):
+                catalogue = self._resources.live[worker].catalogue
+                if catalogue and all(catalogue != other for _, other in found):
+                    found.append((worker, catalogue))
+        for node in program.nodes:
+            for worker, catalogue in asked[node.place]:
+                for step in node.steps or (node,):
+                    check_named(step, catalogue, worker, f"program {program.name}, node {step.node_id}")
 
     def _needs(self, execution: Execution, plan: Plan) -> Mapping[str, int]:
         """What has to be reserved: what it consumes is set off against what it leaves."""

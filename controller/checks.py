@@ -59,6 +59,8 @@ def _check_shape(node: Node, where: str) -> None:
             f"{len(node.takes)} and {len(node.gives)}",
             where=where,
         )
+    if node.kind == "method" and node.takes and len(node.takes) != len(node.inputs):
+        raise GraphError(f"a method of {len(node.inputs)} inputs says what it takes of {len(node.takes)}", where=where)
     if any(not 0 <= position < len(node.inputs) for position in node.donates):
         raise GraphError(f"donates {list(node.donates)} of {len(node.inputs)} inputs", where=where)
     if (node.kind == "sequence") != bool(node.steps):
@@ -119,13 +121,14 @@ def check_donations(program: Program) -> None:
 
 
 def check_edges(program: Program) -> None:
-    """Raises GraphError where a function's input lies elsewhere or is not what the function takes."""
+    """Raises GraphError where the input of what works on arrays in place lies elsewhere, or is not what it takes."""
     for node in program.nodes:
-        if node.kind not in STEP_KINDS and not (node.kind == "transfer" and node.takes):
+        in_place = node.kind in STEP_KINDS or (node.kind == "method" and node.gives)
+        if not in_place and not (node.kind == "transfer" and node.takes):
             continue
         where = f"program {program.name}, node {node.node_id}"
         for position, source in enumerate(node.inputs):
-            if node.kind in STEP_KINDS and program.place_of(source) != node.place:
+            if in_place and program.place_of(source) != node.place:
                 raise GraphError(
                     f"input {position}: {source} lies on {program.place_of(source)}, the {node.kind} runs on {node.place}",
                     where=where,

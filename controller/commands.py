@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from waypath.controller.allocation import Grant
+from waypath.controller.catalogue import Catalogue
 from waypath.controller.graph import Node, Program
 from waypath.proto.errors import WaypathError
 
@@ -49,6 +50,7 @@ class WorkerJoined(Event):
     process_count: int = 1
     devices: tuple[Device, ...] = ()
     platform: str = ""
+    catalogue: Catalogue = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,13 @@ class Acked(Event):
     sequence: int
 
 
+@dataclass(frozen=True)
+class WorkerIdle(Event):
+    """The worker has handled all that it was sent, and has nothing to do: what it has not told of by now, it will not tell unasked."""
+
+    worker: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """Base of all commands; `cause` is the id of the event that led to it."""
@@ -230,6 +239,14 @@ class Execute(WorkerCommand):
     locations: Mapping[str, tuple[str, ...]]
     gang_sequence: int = 0
     objects: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AskOutcomes(WorkerCommand):
+    """Say again what came of these nodes (id, attempt): what was said is lost. One that the worker knows nothing of has failed."""
+
+    execution_id: str
+    nodes: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from waypath.controller import commands as c
 from waypath.controller.allocation import Grant
+from waypath.controller.catalogue import Catalogue, Option
 from waypath.controller.graph import Aval, Node, Slice
 from waypath.controller.runs.trace import PhaseSpan
 from waypath.proto import worker_pb2 as pb
@@ -82,6 +83,10 @@ def command_message(command: c.WorkerCommand) -> pb.ControllerMessage:
             execute.nodes.add(node_id=node_id, attempt=attempt)
         for node_id, workers in command.locations.items():
             execute.locations.add(node_id=node_id, workers=workers, object_id=command.objects.get(node_id, ""))
+    elif isinstance(command, c.AskOutcomes):
+        message.ask.execution_id = command.execution_id
+        for node_id, attempt in command.nodes:
+            message.ask.nodes.add(node_id=node_id, attempt=attempt)
     elif isinstance(command, c.Relocate):
         message.relocate.execution_id = command.execution_id
         message.relocate.location.node_id = command.node_id
@@ -123,6 +128,17 @@ def node_event(worker: str, incarnation: str, event: pb.NodeEvent) -> c.NodeFini
     return None
 
 
+def catalogue(register: pb.Register) -> Catalogue:
+    """Returns what a worker says that it can be asked to do by name."""
+    return {
+        service.name: {
+            method.name: None if method.any_options else {o.name: Option(o.kind, o.required) for o in method.options}
+            for method in service.methods
+        }
+        for service in register.services
+    }
+
+
 def phase_spans(worker: str, event: pb.NodeEvent) -> list[PhaseSpan]:
     """Returns the spans that came with a node event."""
     return [PhaseSpan(worker, span.name, span.start_ns, span.end_ns) for span in event.spans]
@@ -143,6 +159,10 @@ class Connection:
     _outgoing: deque[pb.ControllerMessage] = field(default_factory=deque)
     _held: list[pb.Release] = field(default_factory=list)  # releases that no message has taken along yet
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def has_told_all(self, message: pb.WorkerMessage) -> bool:
+        """Does a heartbeat say that the worker has nothing to do, having handled all that was sent?"""
+        return message.heartbeat.nodes == 0 and message.acknowledged == self._sequence and not self._held
 
     @property
     def worker(self) -> str:

@@ -275,14 +275,15 @@ class ProgramBuilder:
         deadline_s: float = 0.0,
         on_worker_lost: OnWorkerLost | None = None,
         node_id: str | None = None,
-        gives: Aval = (),
+        takes: Sequence[Aval] = (),
+        gives: Aval | None = None,
     ) -> Handle:
-        """Adds a service method that reads `inputs`.
+        """Adds a service method that reads `inputs`. With `gives` it works on arrays where they lie.
 
         `node_id` defaults to `method_k`, k counting the method's nodes. `on_worker_lost` (see `Node`) defaults to `retry`
         on a pool and to `fail` on a slice. Raises GraphError on a handle of another builder, a taken id or options that are not JSON.
         """
-        typed = {"gives": (gives,)} if gives else {}
+        typed = {} if gives is None else {"takes": tuple(takes), "gives": (gives,)}
         return self._add("method", service, method, inputs, on, options, deadline_s, on_worker_lost, node_id, **typed)
 
     def transfer(

@@ -92,7 +92,7 @@ def place(
         node = task.node
         if node.place not in where:
             where[node.place] = candidates(resources, node.place)
-        on_device = node.kind == "sequence" or (node.kind == "transfer" and node.takes)
+        on_device = node.kind == "sequence" or (node.kind in ("transfer", "method") and node.takes)
         if (
             not where[node.place]
             or (back and on_device and any(source.node_id in back for source in task.inputs()))

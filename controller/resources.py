@@ -10,9 +10,10 @@ Must not know: programs, executions, sockets. Called by the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from waypath.controller.allocation import Grant, Host, allocate
+from waypath.controller.catalogue import Catalogue
 from waypath.controller.commands import Device, SliceRequested, WorkerJoined
 from waypath.controller.graph import Place, Pool, Slice
 from waypath.proto.errors import ConfigError, NameTakenError, NotFoundError
@@ -29,6 +30,7 @@ class LiveWorker:
     process_count: int
     devices: tuple[Device, ...] = ()
     platform: str = ""
+    catalogue: Catalogue = field(default_factory=dict)
 
 
 class Resources:
@@ -93,6 +95,7 @@ class Resources:
             event.process_count,
             event.devices,
             event.platform,
+            event.catalogue,
         )
         self.live[event.worker] = live
         self._worlds.setdefault(live.world, {})[event.worker] = live

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from waypath.controller import commands as c
-from waypath.controller.connection import Connection, command_message, node_event, phase_spans
+from waypath.controller.connection import Connection, catalogue, command_message, node_event, phase_spans
 from waypath.controller.functions import FunctionStore
 from waypath.controller.graph import Program
 from waypath.controller.resources import Resources
@@ -292,6 +292,7 @@ class Runtime(WorkerServicer):
                     process_count=max(1, register.process_count),
                     devices=tuple(c.Device(d.local_id, d.kind, d.memory_bytes) for d in register.devices),
                     platform=register.versions.platform,
+                    catalogue=catalogue(register),
                 )
             )
         except WaypathError as error:
@@ -318,6 +319,8 @@ class Runtime(WorkerServicer):
                     self._node_event(link, message.node)
                 elif kind == "heartbeat":
                     link.heartbeat = message.heartbeat
+                    if link.has_told_all(message):
+                        self.handle(c.WorkerIdle(link.worker))
                 elif kind == "ack":
                     self.handle(c.Acked(link.worker, message.ack.sequence))
                 elif kind == "nack":

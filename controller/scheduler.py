@@ -172,6 +172,21 @@ class Scheduler:
             return self._drop(event, "that worker is not live")
         self.acknowledged[event.worker] = max(event.sequence, self.acknowledged[event.worker])
 
+    def _idle(self, event: c.WorkerIdle) -> None:
+        """Outcomes that are overdue are unknown: they are asked about, nothing is done twice."""
+        if event.worker not in self.resources.live:
+            return self._drop(event, "that worker is not live")
+        for execution in self.running.values():
+            if self.credits.is_busy(event.worker, execution.execution_id):
+                overdue = tuple(
+                    (task.node_id, task.attempt)
+                    for task in execution.tasks.values()
+                    if task.state is TaskState.SENT
+                    and event.worker in task.workers
+                    and event.worker not in task.results
+                )
+                self._out.append(c.AskOutcomes(event.worker, execution.execution_id, overdue, cause=self._cause))
+
     # Executions
 
     def _submitted(self, event: c.ExecutionSubmitted) -> None:
@@ -436,4 +451,5 @@ _HANDLERS: dict[type[c.Event], Callable[[Scheduler, Any], None]] = {
     c.ExecutionCancelled: Scheduler._cancelled,
     c.OwnerReleased: Scheduler._owner_released,
     c.Acked: Scheduler._acked,
+    c.WorkerIdle: Scheduler._idle,
 }

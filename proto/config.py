@@ -172,11 +172,16 @@ class BareClusterSection(ProcessesSection):
 
 
 class ComputeSection(Section):
-    """Workers for programs: `worlds` JAX worlds of `processes` processes with `devices` CPU devices each."""
+    """Workers for programs: `worlds` JAX worlds of `processes` processes with `devices` CPU devices each.
+
+    They import the modules `services`, which define services and functions for programs to name; `allow_import` must cover them.
+    """
 
     worlds: NonNegativeInt = 0
     processes: PositiveInt = 1
     devices: PositiveInt = 1
+    services: list[str] = []
+    allow_import: list[str] = []
 
 
 class TrainerSection(Section):

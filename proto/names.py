@@ -3,6 +3,9 @@
 Must not load anything: the controller's pure core imports it.
 """
 
+REGISTERED = "@"
+"""Stands before the name of a function that workers know by name, in the place of a digest."""
+
 
 def object_id(execution_id: str, node_id: str) -> str:
     """The id that an object has everywhere: in the controller's directory, in stores, in errors."""

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ControllerMessage(_message.Message):
-    __slots__ = ("epoch", "sequence", "releases", "welcome", "install", "execute", "relocate", "cancel", "peers", "shutdown", "abort_world")
+    __slots__ = ("epoch", "sequence", "releases", "welcome", "install", "execute", "relocate", "cancel", "peers", "shutdown", "abort_world", "ask")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RELEASES_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class ControllerMessage(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     ABORT_WORLD_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
     releases: _containers.RepeatedCompositeFieldContainer[Release]
@@ -32,7 +33,8 @@ class ControllerMessage(_message.Message):
     peers: Peers
     shutdown: Shutdown
     abort_world: AbortWorld
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., execute: _Optional[_Union[Execute, _Mapping]] = ..., relocate: _Optional[_Union[Relocate, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., abort_world: _Optional[_Union[AbortWorld, _Mapping]] = ...) -> None: ...
+    ask: Ask
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., releases: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., execute: _Optional[_Union[Execute, _Mapping]] = ..., relocate: _Optional[_Union[Relocate, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., abort_world: _Optional[_Union[AbortWorld, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
     __slots__ = ("acknowledged", "register", "ack", "nack", "node", "heartbeat")
@@ -78,11 +80,39 @@ class Register(_message.Message):
     pid: int
     devices: _containers.RepeatedCompositeFieldContainer[_common_pb2.Device]
     data_addresses: _containers.RepeatedScalarFieldContainer[str]
-    services: _containers.RepeatedScalarFieldContainer[str]
+    services: _containers.RepeatedCompositeFieldContainer[Service]
     transfer_paths: _containers.RepeatedScalarFieldContainer[str]
     staging: str
     versions: _common_pb2.Versions
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., world: _Optional[str] = ..., process_index: _Optional[int] = ..., process_count: _Optional[int] = ..., host_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[_common_pb2.Device, _Mapping]]] = ..., data_addresses: _Optional[_Iterable[str]] = ..., services: _Optional[_Iterable[str]] = ..., transfer_paths: _Optional[_Iterable[str]] = ..., staging: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., world: _Optional[str] = ..., process_index: _Optional[int] = ..., process_count: _Optional[int] = ..., host_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[_common_pb2.Device, _Mapping]]] = ..., data_addresses: _Optional[_Iterable[str]] = ..., services: _Optional[_Iterable[_Union[Service, _Mapping]]] = ..., transfer_paths: _Optional[_Iterable[str]] = ..., staging: _Optional[str] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ...) -> None: ...
+
+class Service(_message.Message):
+    __slots__ = ("name", "methods")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    methods: _containers.RepeatedCompositeFieldContainer[Method]
+    def __init__(self, name: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[Method, _Mapping]]] = ...) -> None: ...
+
+class Method(_message.Message):
+    __slots__ = ("name", "any_options", "options")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ANY_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    any_options: bool
+    options: _containers.RepeatedCompositeFieldContainer[Option]
+    def __init__(self, name: _Optional[str] = ..., any_options: _Optional[bool] = ..., options: _Optional[_Iterable[_Union[Option, _Mapping]]] = ...) -> None: ...
+
+class Option(_message.Message):
+    __slots__ = ("name", "kind", "required")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: str
+    required: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., required: _Optional[bool] = ...) -> None: ...
 
 class FetchFunctionRequest(_message.Message):
     __slots__ = ("digest",)
@@ -225,6 +255,14 @@ class Execute(_message.Message):
     locations: _containers.RepeatedCompositeFieldContainer[Location]
     gang_sequence: int
     def __init__(self, execution_id: _Optional[str] = ..., program_id: _Optional[str] = ..., args_json: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., gang_sequence: _Optional[int] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("execution_id", "nodes")
+    EXECUTION_ID_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    execution_id: str
+    nodes: _containers.RepeatedCompositeFieldContainer[Assignment]
+    def __init__(self, execution_id: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ...) -> None: ...
 
 class Relocate(_message.Message):
     __slots__ = ("execution_id", "location")

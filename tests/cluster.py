@@ -60,7 +60,13 @@ def compute(tmp_path: Path, worlds: int = 2, processes: int = 2, devices: int = 
     """A cluster for programs alone, with its folder in `tmp_path`."""
     config = configs.load_cluster(
         {
-            "compute": {"worlds": worlds, "processes": processes, "devices": devices},
+            "compute": {
+                "worlds": worlds,
+                "processes": processes,
+                "devices": devices,
+                "services": ["examples.my_service"],
+                "allow_import": ["examples"],
+            },
             "storage": {"run_dir": str(tmp_path / "runs")},
             "cluster": {"compilation_cache": str(ROOT / ".cache" / "jax")},
         }

@@ -276,8 +276,11 @@ class LocalCluster:
             argv += ["--local-devices", str(devices)]
         if coordinator is not None:
             argv += ["--coordinator", coordinator]
-        for prefix in self.config.reward.allow_import:
+        compute = self.config.compute if role == "compute" else None
+        for prefix in self.config.reward.allow_import if compute is None else compute.allow_import:
             argv += ["--allow-import", prefix]
+        for module in () if compute is None else compute.services:
+            argv += ["--services", module]
         env = {
             "NPROC": threads,
             "OMP_NUM_THREADS": threads,

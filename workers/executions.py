@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from waypath.proto import codecs, common_pb2
@@ -28,6 +29,7 @@ from waypath.proto.errors import DeadlineError, LocalError, ProtocolError, from_
 from waypath.proto.names import object_id
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import Lanes
+from waypath.workers.options import options_of
 from waypath.workers.service import Call, DivergedError, Lane, ServiceContext, find_service, lane_of
 from waypath.workers.store import Held
 
@@ -78,7 +80,8 @@ class _Node:
     @property
     def on_device(self) -> bool:
         """Does it work on arrays where they lie? Then nothing is fetched for it ahead."""
-        return self.spec.kind == "sequence" or (self.spec.kind == "transfer" and len(self.spec.takes) > 0)
+        kind = self.spec.kind
+        return kind == "sequence" or (kind == "transfer" and len(self.spec.takes) > 0) or _gives_arrays(self.spec)
 
 
 @dataclass(eq=False)
@@ -190,6 +193,25 @@ class Executions:
             if event is not None:
                 self._emit(event)
 
+    def tell(self, message: pb.Ask) -> None:
+        """Tell again what came of these nodes; one that is under way will tell by itself, one that nobody knows has failed."""
+        execution = self._executions.get(message.execution_id)
+        for asked in message.nodes:
+            event = None if execution is None else execution.events.get(asked.node_id)
+            if execution is not None and asked.node_id in execution.nodes:
+                continue
+            if event is None or event.attempt != asked.attempt or event.state == pb.NodeEvent.CANCELLED:
+                where = f"{object_id(message.execution_id, asked.node_id)} on {self._context.worker}"
+                error = to_message(LocalError("this worker does not know what came of it"), where)
+                event = pb.NodeEvent(
+                    execution_id=message.execution_id,
+                    node_id=asked.node_id,
+                    attempt=asked.attempt,
+                    state=pb.NodeEvent.FAILED,
+                    error=error,
+                )
+            self._emit(event)
+
     def relocate(self, message: pb.Relocate) -> None:
         """An input comes from elsewhere; what waits for it asks there. Unknown executions are over:
         ignored.
@@ -256,7 +278,14 @@ class Executions:
         else:
             method = getattr(self._service(spec.service), spec.method, None)
             lane = lane_of(type(self._services[spec.service]), spec.method)
-        options = {**codecs.load_json(spec.options_json), **codecs.load_json(message.args_json)}
+        options, args = codecs.load_json(spec.options_json), codecs.load_json(message.args_json)
+        typed = options_of(getattr(type(self._services[spec.service]), spec.method)) if spec.kind == "method" else None
+        if typed is not None:
+            given = options | {name: value for name, value in args.items() if name in typed.known}
+            method = partial(method, **typed.bind(given, f"{where}: {spec.service}.{spec.method}"))
+        options |= args
+        if _gives_arrays(spec) and spec.service != ON_DEVICE:
+            method = self._service(ON_DEVICE).giving_arrays(method, lane)
         call = Call(
             execution_id=execution.execution_id,
             node_id=assigned.node_id,
@@ -295,7 +324,7 @@ class Executions:
         """A part per worker of each input; of a sequence, whose inputs lie where it runs, this worker's own parts."""
         if node.gang:  # what cannot be had is replaced, for the peers may have it
             return await execution.inputs.local_or_errors(node.spec.inputs, node.given_up)
-        if node.spec.kind == "sequence":
+        if node.spec.kind == "sequence" or _gives_arrays(node.spec):
             return await execution.inputs.local(node.spec.inputs)
         return [] if node.on_device else await execution.inputs.get(node.spec.inputs)
 
@@ -482,6 +511,11 @@ class Executions:
     def _set_activity(self, node: _Node, text: str) -> None:
         if node in self._activity:
             self._activity[node] = f"{node.title}: {text}"
+
+
+def _gives_arrays(spec: pb.Node) -> bool:
+    """Does a method work on arrays where they lie? Its node says what it gives."""
+    return bool(spec.kind == "method" and len(spec.gives))
 
 
 async def _pass_on(call: Call) -> Bundle:

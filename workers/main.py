@@ -39,13 +39,16 @@ from waypath.workers import world
 from waypath.workers.control import GrpcTransport
 from waypath.workers.data_server import DataServer
 from waypath.workers.executions import Executions
+from waypath.workers.functions.registered import find_function
+from waypath.workers.functions.registered import names as function_names
+from waypath.workers.imports import import_module
 from waypath.workers.inputs import Inputs
 from waypath.workers.lanes import JaxThread, Lanes, NoJaxThread
 from waypath.workers.mailbox import Mailbox
 from waypath.workers.peers import Peers
 from waypath.workers.puller import ObjectPuller
 from waypath.workers.runtime import Runtime
-from waypath.workers.service import ServiceContext, find_service
+from waypath.workers.service import ServiceContext, describe, describe_method, find_service, known_services
 from waypath.workers.store import ExposedTensor, ObjectStore
 from waypath.workers.transfer import Transfer
 
@@ -78,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--local-devices", type=int, default=1, help="CPU devices of this process")
     p.add_argument("--platform", default="", help="JAX platform, e.g. cpu; by default jax chooses")
     p.add_argument("--allow-import", action="extend", nargs="+", default=[], metavar="PREFIX")
+    p.add_argument("--services", action="extend", nargs="+", default=[], metavar="MODULE", help="modules of services")
     p.add_argument("--cache-dir", default="", help="JAX's persistent compilation cache")
     p.add_argument("--data-listen", default="127.0.0.1:0", metavar="HOST:PORT")
     p.add_argument("--grace-s", type=float, default=5.0, help="seconds without a controller before it leaves")
@@ -98,14 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         token = channels.read_token(options.token_file)
         info = _start_jax(options)
-        for name in ROLE_SERVICES[options.role]:
-            find_service(name)
+        services = _load_services(options)
     except (WaypathError, RuntimeError, ImportError) as error:
         log.error("cannot start: %s", error, exc_info=not isinstance(error, WaypathError))
         # A world whose members did not meet may do so next time; all the rest stays wrong.
         return rt.EXIT_STUCK if isinstance(error, RuntimeError) else rt.EXIT_REFUSED
     jax_thread = NoJaxThread() if options.role == "reward" else JaxThread()
-    network = _Network(options, token, info, jax_thread, _SignalSocket())
+    network = _Network(options, token, info, services, jax_thread, _SignalSocket())
     network.start()
     jax_thread.run()
     network.main_is_free.set()
@@ -113,6 +116,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if info is not None and network.code == rt.EXIT_OK:
         world.stop()
     return network.code
+
+
+def _load_services(options: argparse.Namespace) -> list[pb.Service]:
+    """Imports the role's services and what the user adds; returns what is there, for the controller."""
+    for name in ROLE_SERVICES[options.role]:
+        find_service(name)
+    for module in options.services:
+        import_module(module, options.allow_import, f"--services {module}")
+    found = describe(sorted({*ROLE_SERVICES[options.role], *known_services()}))
+    if options.role == "compute":
+        methods = [describe_method(name, find_function(name)) for name in function_names()]
+        found.append(pb.Service(name="", methods=methods))
+    return found
 
 
 def _start_jax(options: argparse.Namespace) -> world.JaxInfo | None:
@@ -156,6 +172,7 @@ class _Network(threading.Thread):
         options: argparse.Namespace,
         token: str,
         info: world.JaxInfo | None,
+        services: Sequence[pb.Service],
         jax_thread: JaxThread,
         signals: _SignalSocket,
     ) -> None:
@@ -163,6 +180,7 @@ class _Network(threading.Thread):
         self._options = options
         self._token = token
         self._info = info
+        self._services = services
         self._jax_thread = jax_thread
         self._signals = signals
         self.code = EXIT_FAULT
@@ -264,7 +282,7 @@ class _Network(threading.Thread):
             pid=os.getpid(),
             devices=() if info is None else info.devices,
             data_addresses=[data_address],
-            services=ROLE_SERVICES[options.role],
+            services=self._services,
             transfer_paths=["host"],
             staging="host",
             versions=version.versions() if info is None else version.versions(info.version, info.platform),

@@ -217,6 +217,8 @@ class Runtime:
             self._handler.execute(message.execute)
         elif kind == "install":
             self._handler.install(message.install)
+        elif kind == "ask":
+            self._handler.tell(message.ask)
         elif kind == "relocate":
             self._handler.relocate(message.relocate)
         elif kind == "cancel":

@@ -13,7 +13,10 @@ A service::
         def open(self, call: Call) -> None: ...
 
         @method(lane="async")
-        async def score(self, call: Call) -> Bundle | None: ...
+        async def score(self, call: Call, *, threshold: float = 0.5) -> Bundle | None: ...
+
+Keyword-only parameters are typed options (options.py). For a call that says what arrays it gives (`client.service`) the inputs are
+`DeviceObject`s, this process's parts of arrays on the slice, and the method returns a tree of arrays, each whole.
 
 One instance lives per worker and service name, made at the first node that names it; `open` configures it.
 """
@@ -26,13 +29,14 @@ import contextlib
 import importlib
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import NotFoundError, WaypathError
+from waypath.workers.options import options_of
 
 if TYPE_CHECKING:
     from waypath.proto.codecs import Bundle
@@ -46,7 +50,10 @@ __all__ = [
     "Lane",
     "ServiceContext",
     "Span",
+    "describe",
+    "describe_method",
     "find_service",
+    "known_services",
     "lane_of",
     "method",
     "methods_of",
@@ -234,6 +241,11 @@ def find_service(name: str) -> type:
         raise NotFoundError(f"no service {name!r} on this worker; it knows: {known}") from None
 
 
+def known_services() -> tuple[str, ...]:
+    """Names of the services whose modules were imported, sorted."""
+    return tuple(sorted(_services))
+
+
 def lane_of(cls: type, method_name: str) -> Lane:
     """The lane of a service method. NotFoundError if the class has no such method."""
     lane = getattr(getattr(cls, method_name, None), _LANE_ATTRIBUTE, None)
@@ -241,6 +253,21 @@ def lane_of(cls: type, method_name: str) -> Lane:
         raise NotFoundError(f"{cls.__name__} has no method {method_name!r}; it has: {', '.join(methods_of(cls))}")
     found: Lane = lane
     return found
+
+
+def describe(names: Iterable[str]) -> list[pb.Service]:
+    """What the controller is told of these services: their methods and the options of each."""
+    return [
+        pb.Service(name=name, methods=[describe_method(n, getattr(cls, n)) for n in methods_of(cls)])
+        for name in names
+        for cls in (find_service(name),)
+    ]
+
+
+def describe_method(name: str, function: Callable[..., Any]) -> pb.Method:
+    """What the controller is told of a method or function."""
+    options = options_of(function)
+    return pb.Method(name=name, any_options=options is None, options=() if options is None else options.describe())
 
 
 def methods_of(cls: type) -> tuple[str, ...]:

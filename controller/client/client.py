@@ -6,8 +6,9 @@ Blocking, thread-compatible, free of jax. A run belongs to the controller: it go
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ from typing import Any, Literal, TypeVar
 
 import grpc
 
-from waypath.controller.client.programs import FUNCTION_TIMEOUT_S, Function, TracedProgram
+from waypath.controller.client.calls import AS_IT_IS, CALL_DEADLINE_S, Function, RegisteredFunction, Service
+from waypath.controller.client.programs import TracedProgram
 from waypath.controller.client.refs import Ref, Slice
 from waypath.controller.client.session import ClientSession
 from waypath.proto import channel as channels
@@ -102,6 +104,16 @@ class Run:
             if isinstance(update, StepRecord):
                 yield update
 
+    async def __aiter__(self) -> AsyncIterator[StepRecord]:
+        """`async for step in run`: as `steps()`."""
+        steps = self.steps()
+        while (step := await asyncio.to_thread(next, steps, None)) is not None:
+            yield step
+
+    def __await__(self) -> Generator[Any, None, RunResult]:
+        """`await run` is its `result()`."""
+        return asyncio.to_thread(self.result).__await__()
+
     def result(self) -> RunResult:
         """Waits for the run's end and returns its result. A failed run is a result with status and cause, not an error."""
         if self._result is None:
@@ -151,6 +163,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """Closes the connection. Runs go on; slices and objects of this client are released."""
@@ -219,7 +237,7 @@ class Client:
         *,
         name: str = "",
         debug_nans: bool = False,
-        deadline_s: float = FUNCTION_TIMEOUT_S,
+        deadline_s: float = CALL_DEADLINE_S,
     ) -> Function:
         """A JAX function of trees of arrays, to be called on refs that lie on `slice`.
 
@@ -228,6 +246,28 @@ class Client:
         is an error. A call that is not done `deadline_s` after its dispatch has failed. It is traced here and exported as StableHLO at the first call with arguments of a kind.
         """
         return Function(self._session, fun, slice, in_specs, out_specs, donate, name, debug_nans, deadline_s)
+
+    def registered(
+        self,
+        name: str,
+        slice: Slice,
+        gives: Any,
+        in_specs: Any = AS_IT_IS,
+        out_specs: Any = None,
+        donate: Sequence[int] = (),
+        *,
+        deadline_s: float = CALL_DEADLINE_S,
+    ) -> RegisteredFunction:
+        """A pure JAX function that the workers of `slice` know by name (`[compute] services`); options are given at the call.
+
+        `gives`: what it returns, as arrays or `jax.ShapeDtypeStruct`s; a tuple for several outputs. Raises GraphError at the first
+        call where a worker does not know it, or takes other options.
+        """
+        return RegisteredFunction(self._session, name, slice, gives, in_specs, out_specs, donate, deadline_s)
+
+    def service(self, name: str, slice: Slice) -> Service:
+        """A service that the workers of `slice` have; all of them run what is called."""
+        return Service(self._session, name, slice)
 
     def put(self, value: Any, slice: Slice, spec: Any = None) -> Ref:
         """Brings a tree of arrays to a slice, split as `spec` says (None: whole on every device)."""

@@ -6,8 +6,9 @@ are opaque. Made by session.py and programs.py.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,10 @@ class Ref:
         self.check()
         self.wait(timeout_s)
         return self._session.pull(self, timeout_s)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`await ref` is its `result()`, without blocking the loop."""
+        return asyncio.to_thread(self.result).__await__()
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """What the nodes of the execution reported, by node and worker, once it is done."""

@@ -76,6 +76,29 @@ def _normal(spec: Any, shape: tuple[int, ...], where: str) -> Spec:
     return (*parts, *((),) * (len(shape) - len(parts)))
 
 
+def promised_one(gives: Any, spec: Any, where: str) -> tuple[Aval, Any]:
+    """The aval and the structure of a tree of arrays that a call is to give: anything with shape and dtype is one."""
+    leaves, tree = jax.tree.flatten(gives)
+    for leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise GraphError(
+                f"gives: expected arrays or jax.ShapeDtypeStruct, found {type(leaf).__name__}", where=where
+            )
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    names = [jax.dtypes.canonicalize_dtype(leaf.dtype).name for leaf in leaves]
+    wanted = specs(spec, tree, shapes, where)
+    return tuple(Leaf(*parts) for parts in zip(shapes, names, wanted, strict=True)), tree
+
+
+def promised(gives: Any, out_specs: Any, where: str) -> tuple[tuple[Aval, Any], ...]:
+    """As `promised_one`, of each output where `gives` is a tuple."""
+    if not isinstance(gives, tuple):
+        return (promised_one(gives, out_specs, where),)
+    return tuple(
+        promised_one(one, _of_output(out_specs, k, True, len(gives), where), where) for k, one in enumerate(gives)
+    )
+
+
 def abstract_mesh(axes: Sequence[str], sizes: Sequence[int]) -> AbstractMesh:
     """The mesh of a slice, without devices: for shard_map and the like inside functions."""
     return AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import waypath
 from examples import data_parallel, grpo_by_hand, pipeline
 from tests.cluster import ROOT, Cluster, compute, eventually, running
 from waypath.controller.client.refs import Ref, Slice
-from waypath.proto.errors import ConfigError, FunctionError, GraphError, NotFoundError, WaypathError
+from waypath.proto.errors import CancelledError, ConfigError, FunctionError, GraphError, NotFoundError, WaypathError
 
 WAIT_S = 60.0
 
@@ -186,6 +187,67 @@ def _opposite_orders(cluster: Cluster, rounds: int) -> None:
         thread.join(300.0)
         assert not thread.is_alive(), cluster.tails()
     assert not failures, failures
+
+
+def test_refs_can_be_awaited(client: waypath.Client, pair: Slice) -> None:
+    step = client.function(add_sum, pair, P("x"), P("x"))
+
+    async def main() -> list[Any]:
+        async with client:
+            return await asyncio.gather(*(step(np.full(2, k, np.float32)) for k in range(8)))
+
+    np.testing.assert_array_equal(asyncio.run(main()), [[3 * k, 3 * k] for k in range(8)])
+    with pytest.raises(CancelledError):
+        client.put(np.ones(2), pair)
+
+
+def test_functions_that_workers_know_by_name(client: waypath.Client, pair: Slice) -> None:
+    like = jax.ShapeDtypeStruct((4,), "float32")
+    scale = client.registered("scale", pair, gives=like, in_specs=P("x"), out_specs=P("x"))
+    x = client.put(np.arange(4, dtype=np.float32), pair, P("x"))
+
+    @client.program
+    def both(x: Any) -> Any:
+        return scale(scale(x, by=3.0)), scale(x)
+
+    np.testing.assert_array_equal(scale(x, by=-1.0).result(WAIT_S), [0, -1, -2, -3])
+    np.testing.assert_array_equal([ref.result(WAIT_S) for ref in both(x)], [[0, 6, 12, 18], [0, 2, 4, 6]])
+    with pytest.raises(GraphError, match="no option 'times'; it takes: by"):
+        scale(x, times=2)
+    with pytest.raises(GraphError, match="option by: expected float, found 'two'"):
+        scale(x, by="two")
+    with pytest.raises(GraphError, match="has no function 'scales'; it has: scale"):
+        client.registered("scales", pair, gives=like)(x)
+    with pytest.raises(GraphError, match=r"function scale gives .*4,.* the program says .*5,"):
+        client.registered("scale", pair, gives=jax.ShapeDtypeStruct((5,), "float32"))(x).wait(WAIT_S)
+
+
+def test_services_keep_their_state_on_the_workers(client: waypath.Client, pair: Slice) -> None:
+    average = client.service("average", pair)
+    add = average.method("add", gives=jax.ShapeDtypeStruct((4,), "float32"), out_specs=P("x"))
+    reset = average.method("reset")
+    first, second = (client.put(np.full(4, k, np.float32), pair, P("x")) for k in (1.0, 4.0))
+    reset().wait(WAIT_S)
+
+    @client.program
+    def twice(a: Any, b: Any) -> Any:
+        return add(a), add(b, weight=2.0)
+
+    one, two = twice(first, second)
+    np.testing.assert_array_equal(one.result(WAIT_S), [1, 1, 1, 1])
+    np.testing.assert_array_equal(two.result(WAIT_S), [3, 3, 3, 3])
+    assert two.reports()["add_1"] == {worker: {"weight": 3.0} for worker in pair.workers}
+    with pytest.raises(GraphError, match=r"lies on several processes as .*, the program says P"):
+        average.method("add", gives=jax.ShapeDtypeStruct((4,), "float32"))(first).wait(WAIT_S)
+    assert reset().result(WAIT_S) is None
+    with pytest.raises(GraphError, match="has no service 'medium'; it has: average, function"):
+        client.service("medium", pair).method("add")(first)
+    with pytest.raises(GraphError, match=r"has no method average. 'ad'"):
+        average.method("ad")(first)
+    with pytest.raises(GraphError, match="option weight: expected float, found True"):
+        add(first, weight=True)
+    with pytest.raises(GraphError, match=r"gives float32.*, the program says nothing"):
+        average.method("add")(first).wait(WAIT_S)
 
 
 CLIENT = """

@@ -60,6 +60,11 @@ class Worker:
     store: dict[str, tuple[str, int]] = field(default_factory=dict)
     meshes: dict[tuple[str, str], Grant] = field(default_factory=dict)
     gang: dict[int, str] = field(default_factory=dict)
+    told: dict[tuple[str, str], c.NodeFinished | c.NodeFailed] = field(default_factory=dict)
+
+    def tell(self, event: c.NodeFinished | c.NodeFailed) -> None:
+        self.told[event.execution_id, event.node_id] = event
+        self.outbox.append(event)
 
     def oid(self, execution_id: str, name: str) -> str:
         return self.bound.get((execution_id, name), f"{execution_id}/{name}")
@@ -87,6 +92,12 @@ class Worker:
                 self.pending[key] = (attempt, nodes[node_id])
                 for grant in self.programs[command.program_id].slices:
                     self.meshes[command.execution_id, grant.name] = grant
+        elif isinstance(command, c.AskOutcomes):
+            for node_id, attempt in command.nodes:
+                key = (command.execution_id, node_id)
+                if key not in self.pending:
+                    assert self.told[key].attempt == attempt, "asked about what it was never sent"
+                    self.outbox.append(self.told[key])
         elif isinstance(command, c.Relocate):
             self.places[command.execution_id, command.node_id] = command.workers
         elif isinstance(command, c.CancelExecution):
@@ -169,6 +180,8 @@ class Simulation:
             self.deliver: 30,
             self.work: 25,
             self.report: 25,
+            self.lose: 0.5,
+            self.idle: 3,
             self.submit: 14,
             self.delete: 3,
             self.repeat: 3,
@@ -202,6 +215,23 @@ class Simulation:
             event = self.rng.choice(busy).outbox.popleft()
             self.past.append(event)
             self.feed(event)
+
+    def lose(self) -> None:
+        """An event of a worker gets lost, and the worker does not know."""
+        busy = [worker for worker in self.workers.values() if worker.outbox]
+        if busy:
+            worker = self.rng.choice(busy)
+            event = worker.outbox[position := self.rng.randrange(len(worker.outbox))]
+            del worker.outbox[position]
+            self.say(f"lost: {event}")
+
+    def idle(self) -> None:
+        """A worker that has nothing to do says so."""
+        for worker in self.workers.values():
+            if not worker.inbox and not worker.outbox and not worker.pending:
+                live = self.scheduler.resources.live.get(worker.name)
+                if live is not None and live.incarnation == worker.incarnation:
+                    self.feed(c.WorkerIdle(worker.name))
 
     def repeat(self) -> None:
         """An event comes once more."""
@@ -410,12 +440,12 @@ class Simulation:
                 self.consumed[oid] = f"{execution_id}/{node_id}"
             if fails and self.rng.random() < 0.7:
                 error = RewardError(f"{node_id} raised")
-                peer.outbox.append(c.NodeFailed(peer.name, peer.incarnation, execution_id, node_id, attempt, error))
+                peer.tell(c.NodeFailed(peer.name, peer.incarnation, execution_id, node_id, attempt, error))
                 continue
             sizes: dict[str, int] = {}
             for name in node.objects:
                 sizes[name] = self.keep(peer, execution_id, node, name)
-            peer.outbox.append(
+            peer.tell(
                 c.NodeFinished(
                     peer.name, peer.incarnation, execution_id, node_id, attempt, {}, sum(sizes.values()), sizes
                 )
@@ -490,6 +520,9 @@ class Simulation:
             if found := self.runnable():
                 moved = True
                 self.perform(*found[0])
+            if not moved:
+                self.idle()
+                moved = any(worker.inbox for worker in self.workers.values())
             gone = [name for name in EVERYBODY if name not in self.workers]
             if gone and not moved:
                 moved = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
@@ -56,6 +56,52 @@ def test_a_worker_that_does_not_read_is_lost_and_the_others_get_their_messages(m
         assert list(one.connections) == ["inference-1"]
         assert await execution.node("inference-0") == {}
         assert [message async for message in stuck.outgoing()] == [], "its stream ends"
+
+    run(main())
+
+
+def test_an_idle_worker_that_owes_an_answer_is_asked() -> None:
+    async def main() -> None:
+        one = Runtime(cluster(0, 1, 0), "c", 1)
+        link = attach(one, "inference-0")
+        one.submit(program("inference-0"), {}, owner="o")
+        sent = link._outgoing[-1].sequence
+
+        async def beats() -> AsyncIterator[pb.WorkerMessage]:
+            for acknowledged, nodes in ((sent - 1, 0), (sent, 1), (sent, 0)):
+                yield pb.WorkerMessage(acknowledged=acknowledged, heartbeat=pb.Heartbeat(nodes=nodes))
+                asked.append(kinds(link).count("ask"))
+
+        asked: list[int] = []
+        await one._read(link, beats())
+        assert asked == [0, 0, 1], "not before it has handled everything and has nothing to do"
+        (node,) = link._outgoing[-1].ask.nodes
+        assert (node.node_id, node.attempt) == ("inference-0", 0)
+
+    run(main())
+
+
+def test_a_release_goes_with_the_next_message_or_soon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        link = Connection(pb.Register(worker="w"), 1)
+
+        def release(name: str) -> None:
+            link.send(pb.ControllerMessage(releases=[pb.Release(execution_id=name)]))
+
+        release("a")
+        release("b")
+        assert not link._outgoing
+        link.send(pb.ControllerMessage(cancel=pb.Cancel(execution_id="c")))
+        release("d")
+        stream = link.outgoing()
+        one, two = await anext(stream), await anext(stream)
+        assert [r.execution_id for r in one.releases] == ["a", "b"] and one.WhichOneof("kind") == "cancel"
+        assert [r.execution_id for r in two.releases] == ["d"] and two.WhichOneof("kind") is None
+        assert (one.sequence, two.sequence) == (1, 2)
+        monkeypatch.setattr(connection, "MAX_HELD", 2)
+        release("e")
+        release("f")
+        assert len(link._outgoing) == 1, "nothing is held without bound"
 
     run(main())
 

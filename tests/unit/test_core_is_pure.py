@@ -13,6 +13,7 @@ CORE = [
     "admission",
     "allocation",
     "bindings",
+    "catalogue",
     "checks",
     "commands",
     "credits",

@@ -254,6 +254,26 @@ def test_a_hang_on_the_jax_lane_is_reported_and_ends_the_worker() -> None:
     run(main())
 
 
+def test_what_came_of_a_node_is_told_again_and_what_nobody_knows_has_failed() -> None:
+    async def main() -> None:
+        async with attached() as (controller, _, _):
+            install(controller, node("a", "echo", n=1), node("b", "total", "x"))
+            controller.send(execute=execute("a", "b", x=["p0"]))
+            first = await controller.outcome("a")
+            asked = [pb.Assignment(node_id=name, attempt=0) for name in ("a", "b", "c")]
+            last = controller.send(ask=pb.Ask(execution_id="e", nodes=asked))
+            await controller.until(lambda: any(ack.sequence == last for ack in controller.all("ack")))
+            events = controller.all("node")
+            assert [(e.node_id, e.state) for e in events] == [
+                ("a", pb.NodeEvent.FINISHED),
+                ("a", pb.NodeEvent.FINISHED),
+                ("c", pb.NodeEvent.FAILED),  # b is under way: it waits for x
+            ]
+            assert events[1] == first and "does not know what came of it" in events[2].error.message
+
+    run(main())
+
+
 def test_duplicates_are_answered_gaps_and_old_epochs_are_refused() -> None:
     async def main() -> None:
         async with attached() as (controller, _, _):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from waypath.proto import config
+from waypath.workers.imports import import_attribute
 from waypath.workers.rewards.values import check_rewards
-from waypath.workers.tasks.base import Sample, import_attribute, load_task
+from waypath.workers.tasks.base import Sample, load_task
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from waypath.proto.errors import GraphError, ProtocolError
 from waypath.proto.layout import Box, device_boxes
 from waypath.workers.store import ExposedTensor
 
-__all__ = ["DeviceObject", "Meshes", "build", "exposed", "local_boxes", "sharding_of", "zeros"]
+__all__ = ["DeviceObject", "Meshes", "build", "exposed", "local_boxes", "placed", "sharding_of", "zeros"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +107,23 @@ def build(leaf: pb.Leaf, mesh: Mesh, parts: Mapping[int, Any]) -> Any:
         # A copy of jax's own: device_put may alias an aligned numpy buffer, and then cannot be donated.
         shards.append(jax.device_put(part, device, may_alias=False))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def placed(leaf: pb.Leaf, mesh: Mesh, array: Any) -> Any:
+    """A whole array as its leaf wants it on the mesh; one that lies so already is taken as it is. On the JAX thread.
+
+    GraphError where it lies otherwise on several processes: to bring it there would be a collective that nobody has ordered.
+    """
+    sharding = sharding_of(leaf, mesh)
+    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise GraphError(
+            f"an array lies on several processes as {array.sharding}, the program says {sharding.spec}",
+            remedy="Give the call's out_specs as the method leaves it",
+        )
+    whole = np.asarray(array)  # the same in every process of the mesh
+    return jax.make_array_from_callback(whole.shape, sharding, lambda box: jax.numpy.array(whole[box]))
 
 
 def zeros(leaf: pb.Leaf, mesh: Mesh) -> Any:

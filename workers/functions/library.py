@@ -1,4 +1,4 @@
-"""Functions by digest: fetched from the controller once, read, and compiled once a mesh.
+"""Functions by digest, fetched from the controller once and read, or by name (registered.py); compiled once a mesh.
 
 Owns the bytes and the executables of this process. Must not know programs. Called when a sequence is bound; `fetch` runs on
 the network loop, the rest on the JAX thread.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,13 @@ from jax import export
 from jax.sharding import Mesh
 
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import GraphError, ProtocolError
+from waypath.proto.codecs import dtype_of, dump_json, load_json
+from waypath.proto.errors import FunctionError, GraphError, ProtocolError
+from waypath.proto.names import REGISTERED
 from waypath.workers import jax_compat
 from waypath.workers.functions.arrays import sharding_of
+from waypath.workers.functions.registered import find_function
+from waypath.workers.options import Options, options_of
 
 __all__ = ["Library"]
 
@@ -61,15 +66,13 @@ class Library:
         specs = tuple(
             str([list(axes.names) for axes in leaf.spec]) for leaf in (*(leaf for leaf, _ in leaves), *results)
         )
-        key = (step.method, mesh, specs, tuple(gone for _, gone in leaves))
+        key = (step.method, _options_text(step), mesh, specs, tuple(gone for _, gone in leaves))
         made = self._compiled.get(key)
         if made is None:
-            exported = self._load(step.method)
-            _check(exported, step, mesh, [leaf for leaf, _ in leaves], results)
-
-            def call(*given: Any) -> tuple[Any, ...]:
-                return tuple(jax.tree.leaves(exported.call(*given)))
-
+            if step.method.startswith(REGISTERED):
+                call = _registered(step, [leaf for leaf, _ in leaves], results)
+            else:
+                call = self._exported_call(step, mesh, [leaf for leaf, _ in leaves], results)
             made = self._compiled[key] = jax.jit(
                 call,
                 in_shardings=tuple(sharding_of(leaf, mesh) for leaf, _ in leaves),
@@ -77,6 +80,13 @@ class Library:
                 donate_argnums=tuple(k for k, (_, gone) in enumerate(leaves) if gone),
             )
         return made
+
+    def _exported_call(
+        self, step: pb.Node, mesh: Mesh, takes: Sequence[pb.Leaf], gives: Sequence[pb.Leaf]
+    ) -> Callable[..., tuple[Any, ...]]:
+        exported = self._load(step.method)
+        _check(exported, step, mesh, takes, gives)
+        return lambda *given: tuple(jax.tree.leaves(exported.call(*given)))
 
     def _load(self, digest: str) -> Any:
         exported = self._exported.get(digest)
@@ -90,6 +100,46 @@ class Library:
                 raise GraphError(f"function {digest} makes custom calls that are not allowed: {', '.join(refused)}")
             self._exported[digest] = exported
         return exported
+
+
+def _options_text(step: pb.Node) -> str:
+    """The options that a registered function is compiled with; those of an exported one are in its text."""
+    return dump_json(load_json(step.options_json).get("options", {})) if step.method.startswith(REGISTERED) else ""
+
+
+def _registered(step: pb.Node, takes: Sequence[pb.Leaf], gives: Sequence[pb.Leaf]) -> Callable[..., tuple[Any, ...]]:
+    """A function that this worker knows by name, on flat leaves, with its options bound.
+
+    GraphError where it gives something else than the program says, FunctionError where it raises while it is traced: before any
+    process has begun.
+    """
+    name = step.method.removeprefix(REGISTERED)
+    function = find_function(name)
+    options = options_of(function)
+    given = load_json(step.options_json).get("options", {})
+    bound = (options or Options({})).bind(given, f"function {name}")
+    counts = [len(aval.leaves) for aval in step.takes]
+    expected = [(tuple(leaf.shape), leaf.dtype) for leaf in gives]
+
+    def call(*leaves: Any) -> tuple[Any, ...]:
+        left, arguments = list(leaves), []
+        for count in counts:
+            arguments.append(left[0] if count == 1 else tuple(left[:count]))
+            left = left[count:]
+        return tuple(jax.tree.leaves(function(*arguments, **bound)))
+
+    structs = [jax.ShapeDtypeStruct(tuple(leaf.shape), dtype_of(leaf.dtype)) for leaf in takes]
+    try:
+        traced = jax.eval_shape(call, *structs)
+    except Exception as error:
+        raise FunctionError(
+            f"function {name!r}: {type(error).__name__}: {error}",
+            remote_traceback="".join(traceback.format_exception(error)),
+        ) from None
+    found = [(tuple(leaf.shape), leaf.dtype.name) for leaf in traced]
+    if found != expected:
+        raise GraphError(f"function {name} gives {found}, the program says {expected}")
+    return call
 
 
 def _check(exported: Any, step: pb.Node, mesh: Mesh, takes: Sequence[pb.Leaf], gives: Sequence[pb.Leaf]) -> None:

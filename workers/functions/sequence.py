@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import load_json
 from waypath.proto.errors import FunctionError, NotFoundError, RemoteError, WaypathError
+from waypath.proto.names import REGISTERED
 from waypath.workers.functions.arrays import DeviceObject, zeros
 from waypath.workers.functions.library import Library
 from waypath.workers.service import DivergedError
@@ -60,8 +61,9 @@ class _Select:
 
 
 def digests_of(node: pb.Node) -> tuple[str, ...]:
-    """The functions that a sequence calls, each once."""
-    return tuple(dict.fromkeys(step.method for step in node.steps if step.kind == "function"))
+    """The uploaded functions that a sequence calls, each once."""
+    called = (step.method for step in node.steps if step.kind == "function")
+    return tuple(dict.fromkeys(digest for digest in called if not digest.startswith(REGISTERED)))
 
 
 class BoundSequence:

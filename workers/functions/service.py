@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from waypath.proto import worker_pb2 as pb
@@ -18,11 +19,11 @@ from waypath.proto.codecs import dtype_of
 from waypath.proto.errors import GraphError, ProtocolError
 from waypath.proto.layout import Box
 from waypath.proto.names import object_id
-from waypath.workers.functions.arrays import DeviceObject, Meshes, build, local_boxes
+from waypath.workers.functions.arrays import DeviceObject, Meshes, build, local_boxes, placed
 from waypath.workers.functions.library import Library
 from waypath.workers.functions.sequence import BoundSequence, digests_of, ready
 from waypath.workers.functions.sources import copies
-from waypath.workers.service import Call, ServiceContext, method, service
+from waypath.workers.service import Call, Lane, ServiceContext, method, service
 
 __all__ = ["FunctionService"]
 
@@ -116,6 +117,36 @@ class FunctionService:
         away = [copy for copy in wanted if copy["source"] != self._context.worker]
         call.report(transfer_bytes=sum(copy["bytes"] for copy in away), transfer_s=pulled.seconds)
         return await self._build(call, parts)
+
+    def giving_arrays(self, method: Callable[[Call], Any], lane: Lane) -> Callable[[Call], Any]:
+        """Another service's method on the same lane, with the tree of arrays that it returns as the object that its node promises."""
+
+        def on_jax(call: Call) -> DeviceObject:
+            return self._promised(call, method(call))
+
+        def on_host(call: Call) -> DeviceObject:
+            returned = method(call)
+            return self._context.submit_jax(lambda: self._promised(call, returned)).result()
+
+        async def on_loop(call: Call) -> DeviceObject:
+            returned = await method(call)
+            return await asyncio.wrap_future(self._context.submit_jax(lambda: self._promised(call, returned)))
+
+        by_lane: dict[Lane, Callable[[Call], Any]] = {"jax": on_jax, "host": on_host, "async": on_loop}
+        return by_lane[lane]
+
+    def _promised(self, call: Call, returned: Any) -> DeviceObject:
+        """The arrays that a method returned, as its node says that they lie. GraphError where they are others. On the JAX thread."""
+        mesh = self._meshes.mesh(self._slice(call, call.node.slice))
+        leaves, found = call.node.gives[0].leaves, jax.tree.leaves(returned)
+        wanted = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+        given = [f"{getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}" for a in found]
+        if wanted != given:
+            raise GraphError(
+                f"{call.node.service}.{call.node.method} gives {', '.join(given) or 'nothing'}, the program says "
+                f"{', '.join(wanted) or 'nothing'}"
+            )
+        return DeviceObject.of([placed(leaf, mesh, array) for leaf, array in zip(leaves, found, strict=True)])
 
     async def _build(self, call: Call, parts: list[dict[int, Any]]) -> DeviceObject:
         slice_ = self._slice(call, call.node.slice)

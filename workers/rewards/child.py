@@ -32,9 +32,10 @@ from types import FrameType
 from typing import Any
 
 from waypath.proto.errors import ProtocolError, TaskError, UserError
+from waypath.workers.imports import import_attribute
 from waypath.workers.rewards.frames import FrameParser, pack
 from waypath.workers.rewards.values import BadValueError, check_rewards
-from waypath.workers.tasks.base import Sample, import_attribute, load_task
+from waypath.workers.tasks.base import Sample, load_task
 
 __all__ = ["main"]
 

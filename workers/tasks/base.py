@@ -10,7 +10,6 @@ position in the run's prompt stream, which never recurs.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from waypath.proto.errors import TaskError
+from waypath.workers.imports import import_attribute
 
 __all__ = [
     "DemonstratingTask",
@@ -29,7 +29,6 @@ __all__ = [
     "Task",
     "demonstrating",
     "first_line",
-    "import_attribute",
     "load_task",
 ]
 
@@ -95,36 +94,6 @@ def demonstrating(task: Task, steps: int) -> DemonstratingTask:
 def first_line(completion: str) -> str:
     """The completion up to its first newline."""
     return completion.split("\n", 1)[0]
-
-
-def import_attribute(path: str, allow_import: Sequence[str], what: str) -> Any:
-    """Import `module:attribute`, if an `allow_import` prefix covers the module.
-
-    A prefix covers itself and its submodules: "my_tasks" allows "my_tasks" and "my_tasks.sums", not
-    "my_tasks2". `what` names the setting in the TaskError raised for a malformed path, a module that is not
-    allowed, an import that fails, or an attribute that does not exist.
-    """
-    module_name, colon, attribute = path.partition(":")
-    if not (colon and attribute and module_name):
-        raise TaskError(f"{what} = {path!r}: expected an import path 'module:attribute'")
-    if not any(module_name == prefix or module_name.startswith(prefix + ".") for prefix in allow_import):
-        allowed = ", ".join(allow_import) or "nothing"
-        raise TaskError(
-            f"{what} = {path!r}: this worker may not import {module_name!r} (allowed: {allowed})",
-            remedy=f"Start the worker with --allow-import {module_name.split('.')[0]} if you trust that code",
-        )
-    try:
-        value: Any = importlib.import_module(module_name)
-    except Exception as error:  # user code may raise anything while it is imported
-        raise TaskError(
-            f"{what} = {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}",
-            remedy="Mend the module; it must be importable from the directory in which the worker runs",
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise TaskError(f"{what} = {path!r}: {module_name!r} has no attribute {attribute!r}")
-        value = getattr(value, part)
-    return value
 
 
 def load_task(name: str, options: Mapping[str, Any] | None = None, allow_import: Sequence[str] = ()) -> Task:
