@@ -188,10 +188,11 @@ class Acked(Event):
 
 
 @dataclass(frozen=True)
-class WorkerIdle(Event):
-    """The worker has handled all that it was sent, and has nothing to do: what it has not told of by now, it will not tell unasked."""
+class WorkerCounted(Event):
+    """The worker has handled all that it was sent and has `nodes` under way: what came of the others, it will not tell unasked."""
 
     worker: str
+    nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,9 +160,9 @@ class Connection:
     _held: list[pb.Release] = field(default_factory=list)  # releases that no message has taken along yet
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def has_told_all(self, message: pb.WorkerMessage) -> bool:
-        """Does a heartbeat say that the worker has nothing to do, having handled all that was sent?"""
-        return message.heartbeat.nodes == 0 and message.acknowledged == self._sequence and not self._held
+    def has_handled_all(self, message: pb.WorkerMessage) -> bool:
+        """Does a message say that the worker has handled all that was sent?"""
+        return message.acknowledged == self._sequence and not self._held
 
     @property
     def worker(self) -> str:

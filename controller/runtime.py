@@ -319,8 +319,8 @@ class Runtime(WorkerServicer):
                     self._node_event(link, message.node)
                 elif kind == "heartbeat":
                     link.heartbeat = message.heartbeat
-                    if link.has_told_all(message):
-                        self.handle(c.WorkerIdle(link.worker))
+                    if link.has_handled_all(message):
+                        self.handle(c.WorkerCounted(link.worker, message.heartbeat.nodes))
                 elif kind == "ack":
                     self.handle(c.Acked(link.worker, message.ack.sequence))
                 elif kind == "nack":

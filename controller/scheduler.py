@@ -172,10 +172,12 @@ class Scheduler:
             return self._drop(event, "that worker is not live")
         self.acknowledged[event.worker] = max(event.sequence, self.acknowledged[event.worker])
 
-    def _idle(self, event: c.WorkerIdle) -> None:
-        """Outcomes that are overdue are unknown: they are asked about, nothing is done twice."""
+    def _counted(self, event: c.WorkerCounted) -> None:
+        """Fewer nodes than are thought to be under way: some outcomes are unknown. They are asked about, nothing is done twice."""
         if event.worker not in self.resources.live:
             return self._drop(event, "that worker is not live")
+        if event.nodes >= self.credits.nodes(event.worker):
+            return
         for execution in self.running.values():
             if self.credits.is_busy(event.worker, execution.execution_id):
                 overdue = tuple(
@@ -451,5 +453,5 @@ _HANDLERS: dict[type[c.Event], Callable[[Scheduler, Any], None]] = {
     c.ExecutionCancelled: Scheduler._cancelled,
     c.OwnerReleased: Scheduler._owner_released,
     c.Acked: Scheduler._acked,
-    c.WorkerIdle: Scheduler._idle,
+    c.WorkerCounted: Scheduler._counted,
 }

@@ -181,7 +181,7 @@ class Simulation:
             self.work: 25,
             self.report: 25,
             self.lose: 0.5,
-            self.idle: 3,
+            self.count: 3,
             self.submit: 14,
             self.delete: 3,
             self.repeat: 3,
@@ -225,13 +225,13 @@ class Simulation:
             del worker.outbox[position]
             self.say(f"lost: {event}")
 
-    def idle(self) -> None:
-        """A worker that has nothing to do says so."""
+    def count(self) -> None:
+        """Workers say how much they have under way."""
         for worker in self.workers.values():
-            if not worker.inbox and not worker.outbox and not worker.pending:
+            if not worker.inbox and not worker.outbox:
                 live = self.scheduler.resources.live.get(worker.name)
                 if live is not None and live.incarnation == worker.incarnation:
-                    self.feed(c.WorkerIdle(worker.name))
+                    self.feed(c.WorkerCounted(worker.name, len(worker.pending)))
 
     def repeat(self) -> None:
         """An event comes once more."""
@@ -521,7 +521,7 @@ class Simulation:
                 moved = True
                 self.perform(*found[0])
             if not moved:
-                self.idle()
+                self.count()
                 moved = any(worker.inbox for worker in self.workers.values())
             gone = [name for name in EVERYBODY if name not in self.workers]
             if gone and not moved:

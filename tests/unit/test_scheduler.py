@@ -192,14 +192,19 @@ def test_the_first_failure_is_the_outcome_and_the_rest_is_stopped(bench: Any, pr
     assert bench.outcomes["other"].outcome == "done"
 
 
-def test_a_worker_that_is_done_with_everything_is_asked_for_what_it_has_not_told(bench: Any, programs: Makers) -> None:
+def test_a_worker_that_has_less_under_way_than_thought_is_asked_for_what_it_has_not_told(
+    bench: Any, programs: Makers
+) -> None:
     bench.submit("e", programs["step"]())
     bench.finish("inference-0", "e", "generate_0")
-    asked = bench.feed(c.WorkerIdle("inference-0"))
+    assert bench.feed(c.WorkerCounted("inference-0", 1)) == []
+    asked = bench.feed(c.WorkerCounted("inference-0", 0))
     assert asked == [c.AskOutcomes("inference-0", "e", (("generate_1", 0),), cause=asked[0].cause)]
-    assert bench.feed(c.WorkerIdle("stranger")) == [] and bench.scheduler.dropped[-1][1] == "that worker is not live"
+    assert (
+        bench.feed(c.WorkerCounted("stranger", 0)) == [] and bench.scheduler.dropped[-1][1] == "that worker is not live"
+    )
     bench.drain()
-    assert bench.feed(c.WorkerIdle("inference-0")) == []
+    assert bench.feed(c.WorkerCounted("inference-0", 0)) == []
 
 
 def test_late_and_stale_events_are_dropped_and_recorded(bench: Any, programs: Makers) -> None:
