@@ -12,6 +12,7 @@ from waypath.controller import scheduler
 CORE = [
     "admission",
     "allocation",
+    "balance",
     "bindings",
     "catalogue",
     "checks",
@@ -29,12 +30,14 @@ CORE = [
     "pacing",
     "placement",
     "recovery",
+    "relay",
     "reshard",
     "resources",
     "scheduler",
     "sequences",
     "specs",
     "status",
+    "transfer_plan",
 ]
 BANNED = {"asyncio", "grpc", "jax", "os", "pathlib", "random", "socket", "threading", "time"}
 
