@@ -154,6 +154,8 @@ class Connection:
     told_to_leave: str = ""
     broken: str = ""
     heard_s: float = field(default_factory=time.monotonic)
+    doubtful: list[tuple[asyncio.TimerHandle, c.Event]] = field(default_factory=list)
+    """Failures that are held back, for they may be symptoms of another worker's loss."""
     _sequence: int = 0
     _closed: bool = False
     _outgoing: deque[pb.ControllerMessage] = field(default_factory=deque)

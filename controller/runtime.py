@@ -185,6 +185,11 @@ class Runtime(WorkerServicer):
         link = self.connections.get(worker)
         return str(link.register.incarnation) if link is not None else ""
 
+    def host(self, worker: str) -> str:
+        """On which machine a worker runs; its own name where it is not there."""
+        link = self.connections.get(worker)
+        return str(link.register.host_id or worker) if link is not None else worker
+
     def workers(self, role: str) -> list[str]:
         """Names of the live workers of a role, sorted."""
         return sorted(name for name, link in self.connections.items() if link.register.role == role)
@@ -340,7 +345,9 @@ class Runtime(WorkerServicer):
         if translated is None:
             return
         if isinstance(translated, c.NodeFailed) and self._may_be_a_symptom(link, translated):
-            asyncio.get_running_loop().call_later(WORLD_ERROR_DELAY_S, self.handle, translated)
+            timer = asyncio.get_running_loop().call_later(WORLD_ERROR_DELAY_S, self.handle, translated)
+            link.doubtful = [item for item in link.doubtful if item[0].when() > time.monotonic()]
+            link.doubtful.append((timer, translated))
         else:
             self.handle(translated)
 
@@ -356,6 +363,12 @@ class Runtime(WorkerServicer):
             return
         del self.connections[link.worker]
         self.log(f"{link.worker} lost: {cause}")
+        for (
+            timer,
+            event,
+        ) in link.doubtful:  # no peer was lost before this one: what it told is the cause, and why it left
+            timer.cancel()
+            self.handle(event)
         try:
             self.handle(c.WorkerLost(link.worker, cause, link.register.incarnation))
         finally:

@@ -83,16 +83,18 @@ class PushReply(_message.Message):
     def __init__(self) -> None: ...
 
 class SlicesRequest(_message.Message):
-    __slots__ = ("name", "puller", "slices", "object")
+    __slots__ = ("name", "puller", "slices", "object", "relayed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PULLER_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     OBJECT_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
     name: str
     puller: str
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
     object: bool
-    def __init__(self, name: _Optional[str] = ..., puller: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., object: _Optional[bool] = ...) -> None: ...
+    relayed: bool
+    def __init__(self, name: _Optional[str] = ..., puller: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., object: _Optional[bool] = ..., relayed: _Optional[bool] = ...) -> None: ...
 
 class SliceChunk(_message.Message):
     __slots__ = ("slice", "offset", "data", "crc32c")

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import google_crc32c
 import grpc
+import numpy as np
 
 from waypath.proto import channel as channels
 from waypath.proto import codecs
@@ -25,9 +26,10 @@ from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import LocalError, ProtocolError, TransferError, WaypathError, trailer
 from waypath.proto.names import object_id
 from waypath.proto.wire import chunks, encode
+from waypath.workers.exposed import ExposedTensor, Exposure
 from waypath.workers.mailbox import Mailbox
 from waypath.workers.puller import received_objects
-from waypath.workers.store import ExposedTensor, ObjectStore
+from waypath.workers.store import ObjectStore
 
 __all__ = ["DataServer", "Expose"]
 
@@ -114,26 +116,30 @@ class DataServer:
 
     async def _pull_slices(self, request: pb.SlicesRequest, context: Any) -> AsyncIterator[bytes]:
         try:
-            async with self._tensors(request) as tensors:
+            async with self._exposure(request) as exposure:
                 for index, wanted in enumerate(request.slices):
-                    exposed = tensors.get(wanted.tensor)
-                    if exposed is None:
-                        raise TransferError(f"{request.name} has no tensor {wanted.tensor}")
-                    view = exposed.find(wanted.lower, wanted.upper)
-                    if view is None:
-                        raise TransferError(f"{request.name}: {_not_held(wanted, exposed)}")
-                    for offset, data in chunks(view):
-                        yield encode(index, offset, data)
-                        self.egress_bytes += len(data)
+                    pieces = chunks(await find_slice(exposure, wanted))
+                    while True:
+                        with (
+                            exposure.using()
+                        ):  # encoding copies: what a slow reader has not taken yet needs no memory of ours
+                            piece = next(pieces, None)
+                            frame = b"" if piece is None else encode(index, *piece)
+                        if piece is None:
+                            break
+                        yield frame
+                        self.egress_bytes += len(piece[1])
         except WaypathError as error:
             await _abort(context, error)
 
     @contextlib.asynccontextmanager
-    async def _tensors(self, request: pb.SlicesRequest) -> AsyncIterator[Mapping[str, ExposedTensor]]:
+    async def _exposure(self, request: pb.SlicesRequest) -> AsyncIterator[Exposure]:
         """What is exposed under the name, held open; of an object, as soon as it is here, the host's copy of its arrays."""
         if not request.object:
-            with self._store.reading(request.name, request.puller) as tensors:
-                yield tensors
+            if request.relayed:
+                await self._store.exposures.appears(request.name)
+            with self._store.exposures.reading(request.name, request.puller) as exposure:
+                yield exposure
             return
         held = await self._store.wait(request.name)
         if self._expose is None:
@@ -144,7 +150,7 @@ class DataServer:
             raise
         except Exception as error:  # whatever a computation that failed raises when it is read
             raise TransferError(f"{request.name}: {type(error).__name__}: {error}") from error
-        yield found
+        yield Exposure(request.name, found)
 
     async def _push(self, messages: AsyncIterator[pb.PullChunk], context: Any) -> pb.PushReply:
         try:
@@ -163,6 +169,19 @@ def _about(name: pb.ObjectId, failure: BaseException) -> WaypathError:
         cls = type(failure)
         return cls(failure.message, remedy=failure.remedy, where=where, remote_traceback=failure.remote_traceback)
     return LocalError(f"{type(failure).__name__}: {failure}", where=where)
+
+
+async def find_slice(exposure: Exposure, wanted: pb.Slice) -> np.ndarray[Any, Any]:
+    """The view of a slice, as soon as it has arrived; TransferError where the exposure does not have it."""
+    exposed = exposure.tensors.get(wanted.tensor)
+    if exposed is None:
+        raise TransferError(f"{exposure.name} has no tensor {wanted.tensor}")
+    view = exposed.find(wanted.lower, wanted.upper)
+    if view is None:
+        raise TransferError(f"{exposure.name}: {_not_held(wanted, exposed)}")
+    if exposure.arrivals is not None:
+        await asyncio.wrap_future(exposure.arrivals.arrival(wanted.tensor, wanted.lower, wanted.upper))
+    return view
 
 
 def _not_held(wanted: pb.Slice, exposed: ExposedTensor) -> str:

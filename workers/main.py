@@ -39,6 +39,7 @@ from waypath.workers import world
 from waypath.workers.control import GrpcTransport
 from waypath.workers.data_server import DataServer
 from waypath.workers.executions import Executions
+from waypath.workers.exposed import ExposedTensor
 from waypath.workers.functions.registered import find_function
 from waypath.workers.functions.registered import names as function_names
 from waypath.workers.imports import import_module
@@ -49,7 +50,7 @@ from waypath.workers.peers import Peers
 from waypath.workers.puller import ObjectPuller
 from waypath.workers.runtime import Runtime
 from waypath.workers.service import ServiceContext, describe, describe_method, find_service, known_services
-from waypath.workers.store import ExposedTensor, ObjectStore
+from waypath.workers.store import ObjectStore
 from waypath.workers.transfer import Transfer
 
 ROLE_SERVICES = {

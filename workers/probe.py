@@ -14,8 +14,8 @@ import numpy as np
 
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import RewardError
+from waypath.workers.exposed import ExposedTensor
 from waypath.workers.service import Call, ServiceContext, method, service
-from waypath.workers.store import ExposedTensor
 
 __all__ = ["ProbeService"]
 
@@ -74,12 +74,12 @@ class ProbeService:
         rows, columns = int(call.options["rows"]), int(call.options["columns"])
         whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
         tensors = {"w": ExposedTensor((rows, columns), "float32", [((0, 0), whole)])}
-        self._context.store.expose(call.options["name"], tensors)
+        self._context.store.exposures.expose(call.options["name"], tensors)
 
     @method(lane="host")
     def unexpose(self, call: Call) -> None:
         """Stop exposing options["name"]."""
-        self._context.store.unexpose(call.options["name"], timeout_s=min(30.0, call.remaining_s))
+        self._context.store.exposures.unexpose(call.options["name"], timeout_s=min(30.0, call.remaining_s))
 
     @method(lane="async")
     async def pull(self, call: Call) -> None:

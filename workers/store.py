@@ -1,8 +1,7 @@
 """The objects and exposed tensors that one worker holds.
 
-Owns: bundles by object id with their byte count, tombstones of what was released or failed, and the registry
-of exposed tensors with its readers. Must not know gRPC, programs or jax. Called by the runtime (put, fail,
-release), the data server (wait, reading) and services (expose, unexpose).
+Owns: bundles by object id with their byte count, and tombstones of what was released or failed. Must not know gRPC, programs
+or jax. Called by the runtime (put, fail, release) and the data server (wait). `exposures` is the table of exposed tensors.
 
 Safe to use from every thread. An object goes through `absent → ready → released` or `absent → failed →
 released`; who waits for an absent object is woken by the first change. A tombstone remembers why an object is
@@ -14,47 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
+from waypath.proto.errors import LocalError, NotFoundError, WaypathError
+from waypath.workers.exposed import ExposureTable
 
-from waypath.proto.errors import DeadlineError, LocalError, NotFoundError, TransferError, WaypathError
-
-__all__ = ["ExposedTensor", "Held", "ObjectStore"]
+__all__ = ["Held", "ObjectStore"]
 
 MAX_TOMBSTONES = 20_000
-
-HostArray = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class ExposedTensor:
-    """A canonical tensor, or the parts of it that lie here.
-
-    `shape` is the whole tensor's, `dtype` its name. Each box is `(lower, view)`: the element `view[i]` is the
-    tensor's element `lower + i`. The views must not change while they are exposed.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: Sequence[tuple[tuple[int, ...], HostArray]]
-
-    def find(self, lower: Sequence[int], upper: Sequence[int]) -> HostArray | None:
-        """The view of the half-open box [lower, upper), or None where no one box here contains it."""
-        if len(lower) != len(self.shape) or len(upper) != len(self.shape):
-            return None
-        for start, view in self.boxes:
-            inside = all(s <= a <= b <= s + n for s, a, b, n in zip(start, lower, upper, view.shape, strict=True))
-            if inside:
-                cut: Any = [slice(a - s, b - s) for s, a, b in zip(start, lower, upper, strict=True)]
-                return view[(..., *cut)]
-        return None
 
 
 class Held(Protocol):
@@ -66,15 +35,8 @@ class Held(Protocol):
         ...
 
 
-class _Exposure:
-    def __init__(self, tensors: Mapping[str, ExposedTensor]) -> None:
-        self.tensors = tensors
-        self.readers: dict[str, int] = {}
-        self.closing = False
-
-
 class ObjectStore:
-    """Bundles by object id, and exposed tensors by name."""
+    """Bundles by object id, and (`exposures`) exposed tensors by name."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -82,7 +44,7 @@ class ObjectStore:
         self._of: dict[str, set[str]] = {}  # execution → its objects that are here or waited for
         self._gone: OrderedDict[str, WaypathError] = OrderedDict()
         self._waiters: dict[str, list[concurrent.futures.Future[Any]]] = {}
-        self._exposed: dict[str, _Exposure] = {}
+        self.exposures = ExposureTable()
         self._bytes = 0
 
     @property
@@ -191,71 +153,6 @@ class ObjectStore:
         """Ids of the objects held now, sorted."""
         with self._changed:
             return sorted(self._objects)
-
-    def expose(self, name: str, tensors: Mapping[str, ExposedTensor]) -> None:
-        """Let peers pull slices of `tensors` under `name`, until `unexpose`. LocalError if the name is
-        exposed.
-        """
-        for tensor, exposed in tensors.items():
-            for lower, view in exposed.boxes:
-                fits = len(lower) == view.ndim == len(exposed.shape) and all(
-                    a >= 0 and a + n <= size for a, n, size in zip(lower, view.shape, exposed.shape, strict=True)
-                )
-                if not fits or view.dtype.name != exposed.dtype:
-                    raise LocalError(
-                        f"exposing {name}: tensor {tensor} is {exposed.dtype}{list(exposed.shape)}, "
-                        f"a box at {list(lower)} is {view.dtype.name}{list(view.shape)}"
-                    )
-        with self._changed:
-            if name in self._exposed:
-                raise LocalError(f"{name} is already exposed")
-            self._exposed[name] = _Exposure(dict(tensors))
-
-    def unexpose(self, name: str, timeout_s: float = 30.0) -> None:
-        """Refuse new readers of `name`, wait for the present ones, then forget it; an unknown name is fine.
-
-        Blocks, so an async method calls it with `asyncio.to_thread`. DeadlineError names the readers that
-        stay; the name is refused to new readers then too.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            exposure = self._exposed.get(name)
-            if exposure is None:
-                return
-            exposure.closing = True
-            while exposure.readers:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    readers = ", ".join(f"{who} ({n})" for who, n in sorted(exposure.readers.items()))
-                    raise DeadlineError(f"unexposing {name}: still read after {timeout_s:g} s by {readers}")
-                self._changed.wait(left)
-            self._exposed.pop(name, None)
-
-    def readers(self, name: str) -> list[str]:
-        """Who is in the middle of reading slices of `name`, sorted."""
-        with self._changed:
-            exposure = self._exposed.get(name)
-            return [] if exposure is None else sorted(exposure.readers)
-
-    @contextlib.contextmanager
-    def reading(self, name: str, reader: str) -> Iterator[Mapping[str, ExposedTensor]]:
-        """Hold an exposure open while slices are read from it. TransferError if it is not exposed (any
-        more).
-        """
-        with self._changed:
-            exposure = self._exposed.get(name)
-            if exposure is None or exposure.closing:
-                exposed = ", ".join(sorted(n for n, e in self._exposed.items() if not e.closing)) or "nothing"
-                raise TransferError(f"{name} is not exposed here; exposed: {exposed}")
-            exposure.readers[reader] = exposure.readers.get(reader, 0) + 1
-        try:
-            yield exposure.tensors
-        finally:
-            with self._changed:
-                exposure.readers[reader] -= 1
-                if not exposure.readers[reader]:
-                    del exposure.readers[reader]
-                self._changed.notify_all()
 
     def _bury(self, name: str, error: WaypathError) -> list[concurrent.futures.Future[Any]]:
         self._gone[name] = error

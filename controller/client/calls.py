@@ -7,6 +7,7 @@ first use. Called through `Client`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from waypath.controller.client.trace import Template, Trace
 from waypath.controller.graph import Handle, ProgramBuilder
 from waypath.controller.graph import Slice as Place
 from waypath.controller.nodes import Aval, Leaf, dump_options
-from waypath.controller.specs import check_leaf
+from waypath.controller.specs import check_leaf, device_bytes
 from waypath.proto.errors import GraphError
 from waypath.proto.names import REGISTERED
 
@@ -51,19 +52,24 @@ class SliceCall:
     """The part that all calls share: arguments checked, a node added or a program of one node run."""
 
     def __init__(
-        self, session: ClientSession, slice_: Slice, what: str, name: str, in_specs: Any, donate: Sequence[int]
+        self, session: ClientSession, slice_: Slice, what: str, name: str, in_specs: Any, donate: Sequence[int] | int
     ) -> None:
+        if not isinstance(slice_, Slice):
+            raise GraphError(f"expected a slice, found {type(slice_).__name__}", where=f"{what} {name}")
         self._session = session
         self.slice = slice_
         self.name = name
         self._what = f"{what} {name}"
         self._in_specs = in_specs
-        self._donate = tuple(donate)
+        self._donate = (donate,) if isinstance(donate, int) else tuple(donate)
         self._templates: dict[tuple[Any, ...], Template] = {}
 
     def _hold(self, args: Sequence[Any]) -> tuple[Trace | None, list[Any]]:
         """The trace that a call belongs to, if any, and its arguments as refs, or as objects of that trace."""
-        trace = next((arg.trace for arg in args if isinstance(arg, Symbol)), None) or Trace.current()
+        trace = Trace.current()
+        stale = next((arg for arg in args if isinstance(arg, Symbol) and trace is None), None)
+        if stale is not None:
+            raise GraphError(f"{stale} belongs to a program whose tracing has ended", where=self._what)
         if any(not 0 <= k < len(args) for k in self._donate):
             raise GraphError(f"donate {list(self._donate)} of {len(args)} arguments", where=self._what)
         return trace, [self._argument(k, arg, trace) for k, arg in enumerate(args)]
@@ -71,6 +77,7 @@ class SliceCall:
     def _finish(self, trace: Trace | None, held: Sequence[Any], given: Outputs, add: AddNode) -> Any:
         """Adds the node to the trace, or runs it; one ref or a tuple of them."""
         made: list[Any]
+        self._check_donated(held, given)
         if trace is None:
             made = list(self._run(held, given, add))
         else:
@@ -124,6 +131,22 @@ class SliceCall:
                 )
             return self._in_specs[position]
         return self._in_specs
+
+    def _check_donated(self, held: Sequence[Any], given: Outputs) -> None:
+        """An array can only become one of its own size; what cannot is found here, and not by XLA on all workers."""
+        if not self._donate:
+            return
+        grant = self.slice.grant
+        free = Counter(device_bytes((leaf,), grant) for aval, _ in given.outputs for leaf in aval)
+        for k in self._donate:
+            for leaf in held[k].aval:
+                size = device_bytes((leaf,), grant)
+                if not free[size]:
+                    raise GraphError(
+                        f"argument {k} cannot be donated: no output is left that has the {size:,} bytes a device of {leaf}",
+                        where=self._what,
+                    )
+                free[size] -= 1
 
     def _check_outputs(self, outputs: Sequence[tuple[Aval, Any]]) -> None:
         for aval, _ in outputs:
@@ -209,9 +232,15 @@ class Function(SliceCall):
         if given is None:
             grant = self.slice.grant
             exported = tracing.export_function(
-                self._fun, key, self._out_specs, grant.axes, grant.sizes, grant.platform, self._what
+                self._fun,
+                key,
+                self._out_specs,
+                grant.axes,
+                grant.sizes,
+                grant.platform,
+                self._what,
+                self._check_outputs,
             )
-            self._check_outputs(exported.outputs)
             self._session.upload(exported)
             given = self._exported[key] = Outputs(exported.outputs, exported.is_tuple, exported.digest)
         return given

@@ -6,7 +6,6 @@ Blocking, thread-compatible, free of jax. A run belongs to the controller: it go
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,13 @@ from waypath.controller.client.calls import AS_IT_IS, CALL_DEADLINE_S, Function,
 from waypath.controller.client.programs import TracedProgram
 from waypath.controller.client.refs import Ref, Slice
 from waypath.controller.client.session import ClientSession
+from waypath.controller.client.waiting import in_thread
 from waypath.proto import channel as channels
 from waypath.proto import client_pb2 as pb
 from waypath.proto import config as configs
 from waypath.proto import version
 from waypath.proto.client_pb2_grpc import ClientStub
-from waypath.proto.errors import ConfigError, from_rpc_error
+from waypath.proto.errors import ConfigError, UnavailableError, from_rpc_error
 
 T = TypeVar("T")
 
@@ -81,6 +81,7 @@ class Run:
 
     def updates(self, from_step: int = 0) -> Iterator[StepRecord | str | RunResult]:
         """Yields steps, phase texts and at last the result, as they come; blocks in between."""
+        self._client.check_open()
         request = pb.WatchRunRequest(run_id=self.id, from_step=from_step)
         stream = self._client.stub.WatchRun(request, metadata=self._client.metadata)
         try:
@@ -107,12 +108,12 @@ class Run:
     async def __aiter__(self) -> AsyncIterator[StepRecord]:
         """`async for step in run`: as `steps()`."""
         steps = self.steps()
-        while (step := await asyncio.to_thread(next, steps, None)) is not None:
+        while (step := await in_thread(lambda: next(steps, None))) is not None:
             yield step
 
     def __await__(self) -> Generator[Any, None, RunResult]:
         """`await run` is its `result()`."""
-        return asyncio.to_thread(self.result).__await__()
+        return in_thread(self.result).__await__()
 
     def result(self) -> RunResult:
         """Waits for the run's end and returns its result. A failed run is a result with status and cause, not an error."""
@@ -125,6 +126,7 @@ class Run:
 
     def samples(self, step: int | None = None) -> list[dict[str, Any]]:
         """Returns the recorded samples (prompt, completion, reward) of one step, or of all."""
+        self._client.check_open()
         request = pb.SamplesRequest(run_id=self.id, step=-1 if step is None else step)
         stream = self._client.stub.Samples(request, metadata=self._client.metadata, timeout=CALL_TIMEOUT_S)
         try:
@@ -155,6 +157,7 @@ class Client:
         self._channel = channels.channel(address)
         self.stub = ClientStub(self._channel)
         self._session = ClientSession(self, weight, lease_s, name)
+        self._closed = False
 
     def __enter__(self) -> Client:
         return self
@@ -168,15 +171,22 @@ class Client:
         return self
 
     async def __aexit__(self, *details: object) -> None:
-        await asyncio.to_thread(self.close)
+        await in_thread(self.close)
 
     def close(self) -> None:
         """Closes the connection. Runs go on; slices and objects of this client are released."""
+        self._closed = True
         self._session.close()
         self._channel.close()
 
+    def check_open(self) -> None:
+        """Raises UnavailableError where this client was closed."""
+        if self._closed:
+            raise UnavailableError("this client is closed", remedy="waypath.connect makes another")
+
     def call(self, method: Callable[..., T], request: Any, doing: str, timeout: float = CALL_TIMEOUT_S) -> T:
         """Makes one RPC with token and deadline; raises the controller's error, or what the status code says."""
+        self.check_open()
         try:
             return method(request, metadata=self.metadata, timeout=timeout)
         except grpc.RpcError as error:

@@ -118,6 +118,8 @@ class TracedProgram:
 
 def _map(fun: Callable[[Any], Any], value: Any) -> Any:
     """`fun` on everything in nested tuples, lists and dicts."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(fun, item) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(_map(fun, item) for item in value)
     if isinstance(value, dict):

@@ -6,7 +6,6 @@ are opaque. Made by session.py and programs.py.
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import Generator, Mapping
 from types import TracebackType
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from waypath.controller.allocation import Grant
 from waypath.controller.checks import described
+from waypath.controller.client.transport import check_size
+from waypath.controller.client.waiting import in_thread
 from waypath.controller.nodes import Aval
 from waypath.proto.errors import GraphError
 
@@ -102,12 +103,13 @@ class Ref:
         Raises as `wait`; GraphError over `transport.MAX_RESULT_BYTES`, or where the object was deleted or donated.
         """
         self.check()
+        check_size(self.object_id, self.aval)
         self.wait(timeout_s)
         return self._session.pull(self, timeout_s)
 
     def __await__(self) -> Generator[Any, None, Any]:
         """`await ref` is its `result()`, without blocking the loop."""
-        return asyncio.to_thread(self.result).__await__()
+        return in_thread(self.result).__await__()
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """What the nodes of the execution reported, by node and worker, once it is done."""
@@ -145,6 +147,9 @@ class Symbol:
         self.slice = slice_
         self.aval = aval
         self.tree = tree
+
+    def __bool__(self) -> bool:
+        raise GraphError(f"{self!r} has no value while the program is traced: a program cannot branch on one")
 
     def __repr__(self) -> str:
         return f"Symbol({self.handle.node_id}: {described(self.aval)} on {self.slice.name})"

@@ -52,6 +52,7 @@ class ClientSession:
     @property
     def stream(self) -> SessionStream:
         """The open session."""
+        self._client.check_open()
         with self._lock:
             if self._stream is None:
                 name, weight, lease_s = self._settings
@@ -80,6 +81,8 @@ class ClientSession:
     ) -> Slice:
         """Asks for a slice."""
         sizes = dict(mesh) if mesh is not None else {"x": devices if devices is not None else 1}
+        if not all(isinstance(axis, str) and type(size) is int for axis, size in sizes.items()):
+            raise ConfigError(f"a mesh has axis names and whole numbers, found {sizes!r}")
         count = math.prod(sizes.values())
         if devices is not None and count != devices:
             raise ConfigError(f"mesh {sizes} has {count} devices, devices = {devices}")
@@ -143,6 +146,8 @@ class ClientSession:
         """The same arrays on another slice, or with other specs."""
         from waypath.controller.client import tracing
 
+        if not isinstance(source, Ref | Symbol):
+            raise GraphError(f"transfer: expected a ref, found {type(source).__name__}", remedy="client.put makes one")
         wanted = tracing.specs(spec, source.tree, [leaf.shape for leaf in source.aval], "transfer")
         gives = tuple(Leaf(leaf.shape, leaf.dtype, s) for leaf, s in zip(source.aval, wanted, strict=True))
         self._check_aval(gives, slice_, "transfer")

@@ -34,16 +34,36 @@ class Exported:
 
 
 def flatten(value: Any, where: str) -> tuple[list[Any], Any]:
-    """The numpy arrays of a tree, in jax's default dtypes, and its structure. GraphError where one may not travel."""
+    """The numpy arrays of a tree, in jax's default dtypes, and its structure.
+
+    GraphError where one may not travel, or has values that its default dtype (int32 for int64 without jax_enable_x64, …) lacks.
+    """
     leaves, tree = jax.tree.flatten(value)
     found = []
     for leaf in leaves:
-        array = np.asarray(leaf)
+        try:
+            array = np.asarray(leaf)
+        except TypeError as error:  # typed random keys: jax says what to do
+            raise GraphError(str(error), where=where) from None
         dtype = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype != object else array.dtype
         if dtype.name not in DTYPES:
             raise GraphError(f"an array of dtype {dtype.name} cannot travel; allowed: {sorted(DTYPES)}", where=where)
-        found.append(array if array.dtype == dtype else array.astype(dtype))
+        found.append(array if array.dtype == dtype else _narrowed(array, dtype, where))
     return found, tree
+
+
+def _narrowed(array: Any, dtype: Any, where: str) -> Any:
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    whole = np.issubdtype(array.dtype, np.integer)
+    lost = cast != array if whole else np.isinf(cast) & ~np.isinf(array)
+    if lost.any():
+        raise GraphError(
+            f"{array.dtype.name} becomes {dtype.name} here, which cannot hold {array[lost].flat[0]}",
+            where=where,
+            remedy="Scale it, or set jax_enable_x64 in the client and on the workers",
+        )
+    return cast
 
 
 def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
@@ -112,8 +132,12 @@ def export_function(
     sizes: Sequence[int],
     platform: str,
     where: str,
+    check: Callable[[Sequence[tuple[Aval, Any]]], None],
 ) -> Exported:
-    """Traces `fun` on arguments (aval, tree) and exports it for a mesh; errors of the function itself pass as they are."""
+    """Traces `fun` on arguments (aval, tree) and exports it for a mesh; errors of the function itself pass as they are.
+
+    `check` is given the outputs before they are exported, and raises where their specs do not fit.
+    """
     mesh = abstract_mesh(axes, sizes)
     trees: list[Any] = []
     is_tuple = [False]
@@ -142,6 +166,7 @@ def export_function(
         shapes = [tuple(result.shape) for result in mine]
         wanted = specs(_of_output(out_specs, position, is_tuple[0], len(trees), where), tree, shapes, where)
         outputs.append((tuple(Leaf(s, r.dtype.name, w) for s, r, w in zip(shapes, mine, wanted, strict=True)), tree))
+    check(outputs)
     jitted = jax.jit(
         flat,
         in_shardings=tuple(_sharding(leaf, mesh) for leaf in given),

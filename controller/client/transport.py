@@ -19,7 +19,14 @@ from waypath.proto import channel as channels
 from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
 from waypath.proto.codecs import Bundle
-from waypath.proto.errors import GraphError, TransferError, from_rpc_error
+from waypath.proto.errors import (
+    GraphError,
+    TransferError,
+    UnavailableError,
+    WaypathError,
+    WorkerLostError,
+    from_rpc_error,
+)
 from waypath.proto.layout import Box, device_boxes
 from waypath.proto.wire import decode, fill
 
@@ -56,16 +63,11 @@ class DataRoad:
             try:
                 call(_chunks(object_id, Bundle({}, parts)), metadata=self._metadata, timeout=DEFAULT_TIMEOUT_S)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, f"push {object_id} to {worker} at {addresses[worker]}") from None
+                raise _failed(error, f"push {object_id} to {worker}", worker, grant) from None
 
     def pull(self, object_id: str, aval: Aval, grant: Grant, addresses: dict[str, str], timeout_s: float) -> list[Any]:
         """Whole arrays from their parts; each box is pulled once. GraphError over `MAX_RESULT_BYTES`."""
-        nbytes = sum(math.prod(leaf.shape) * codecs.dtype_of(leaf.dtype).itemsize for leaf in aval)
-        if nbytes > MAX_RESULT_BYTES:
-            raise GraphError(
-                f"object {object_id} has {nbytes:,} bytes; at most {MAX_RESULT_BYTES:,} are brought to a client at once",
-                remedy="Reduce it on the workers first",
-            )
+        check_size(object_id, aval)
         arrays = [np.empty(leaf.shape, codecs.dtype_of(leaf.dtype)) for leaf in aval]
         wanted: dict[str, list[tuple[int, Box]]] = {}
         for index, leaf in enumerate(aval):
@@ -89,7 +91,7 @@ class DataRoad:
                     fill(targets[position], offset, data)
                     left[position] -= len(data)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, f"pull {object_id} from {worker} at {addresses[worker]}") from None
+                raise _failed(error, f"pull {object_id} from {worker}", worker, grant) from None
             if any(left):
                 raise TransferError(f"{object_id} from {worker}: {sum(left)} bytes are missing")
         return arrays
@@ -98,6 +100,27 @@ class DataRoad:
         if address not in self._channels:
             self._channels[address] = channels.channel(address)
         return self._channels[address]
+
+
+def check_size(object_id: str, aval: Aval) -> None:
+    """Raises GraphError where an object is too large to be brought to a client."""
+    nbytes = sum(math.prod(leaf.shape) * codecs.dtype_of(leaf.dtype).itemsize for leaf in aval)
+    if nbytes > MAX_RESULT_BYTES:
+        raise GraphError(
+            f"object {object_id} has {nbytes:,} bytes; at most {MAX_RESULT_BYTES:,} are brought to a client at once",
+            remedy="Reduce it on the workers first",
+        )
+
+
+def _failed(error: grpc.RpcError, doing: str, worker: str, grant: Grant) -> WaypathError:
+    """What a broken stream to a worker means: one that is not there any more has taken its objects with it."""
+    cause = from_rpc_error(error, doing)
+    if not isinstance(cause, UnavailableError):
+        return cause
+    return WorkerLostError(
+        f"{cause.message}: worker {worker} of slice {grant.name} was lost",
+        remedy="What it held is gone; ask for a new slice",
+    )
 
 
 def boxes_of(leaf: Leaf, grant: Grant) -> tuple[Box, ...]:

@@ -5,7 +5,8 @@ execution, so a program is installed once and executed by id. Must not know: soc
 
     open       trainer.open, rollout.open per replica, reward.open per reward worker
     step       generate_g → score_g (g = 0 … prompts_per_step − 1) → train
-    publish    expose → stage_<replica>, one per replica
+    publish    expose → stage_<replica>, one per replica; replicas pull from each other too
+    join       expose → stage_<replica>, for one that comes late
     commit     commit_<replica>
 """
 
@@ -20,6 +21,9 @@ from waypath.proto.config import RunConfig
 TRAINER = Slice("trainer")
 INFERENCE = Pool("inference")
 REWARD = Pool("reward")
+
+Copies = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By replica: its slice copies in JSON form (`SliceCopy.to_json`)."""
 
 
 def _generate_s(config: RunConfig) -> float:
@@ -124,26 +128,34 @@ def evaluate(config: RunConfig, prompts: int) -> Program:
     return builder.build()
 
 
-def publish(
-    config: RunConfig,
-    copies: Mapping[str, Sequence[Mapping[str, Any]]],
-    *,
-    cached: bool = False,
-    ahead: bool = False,
-) -> Program:
+def publish(config: RunConfig, copies: Copies, *, ahead: bool = False) -> Program:
     """Stages the trainer's policy on the replicas that are keys of `copies` (their slice copies). Argument: version.
 
-    A replica that fails or is lost meanwhile is dropped: the others go on. With `cached` the trainer serves what it still
-    exposes, without its device thread, which is how a replica joins in the middle of a step; `ahead` is said of a version
-    that a step in flight will make.
+    A replica that fails or is lost meanwhile is dropped: the others go on. `ahead` is said of a version that a step in flight
+    will make.
     """
-    builder = ProgramBuilder("join" if cached else "publish")
+    builder = ProgramBuilder("publish")
     deadline_s = config.deadlines.publish_s
     if ahead:  # waits in the trainer's gang order behind the steps that are in flight
         deadline_s += _step_s(config)
-    source = builder.call(
-        "trainer", "exposed" if cached else "expose", on=TRAINER, deadline_s=deadline_s, node_id="expose"
-    )
+    source = builder.call("trainer", "expose", on=TRAINER, deadline_s=deadline_s, node_id="expose")
+    _stage(builder, config, source, copies, deadline_s)
+    return builder.build()
+
+
+def join(config: RunConfig, copies: Copies, peer: str = "") -> Program:
+    """Stages a version that is out already: from what the trainer still exposes, without its device thread, or from replicas
+    that serve it, of which `peer` tells the digests. Argument: version.
+    """
+    builder = ProgramBuilder("join")
+    deadline_s = config.deadlines.publish_s
+    service, place = ("rollout", Slice(peer)) if peer else ("trainer", TRAINER)
+    source = builder.call(service, "exposed", on=place, deadline_s=deadline_s, node_id="expose")
+    _stage(builder, config, source, copies, deadline_s)
+    return builder.build()
+
+
+def _stage(builder: ProgramBuilder, config: RunConfig, source: Handle, copies: Copies, deadline_s: float) -> None:
     for replica, items in copies.items():
         builder.call(
             "rollout",
@@ -155,7 +167,6 @@ def publish(
             on_worker_lost="drop",
             node_id=f"stage_{replica}",
         )
-    return builder.build()
 
 
 def commit(config: RunConfig, replicas: Sequence[str]) -> Program:

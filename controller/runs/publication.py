@@ -4,9 +4,9 @@ Owns which replicas are open, what they hold, and the version that is committed.
 and verify them; the decision is journaled before the commit is sent. Must not know: sockets, tensors, how a step trains.
 
 A replica that is lost while it stages or commits is left out; one that fails, or whose staged weights do not verify, is
-fenced (told to leave, so that its supervisor starts it anew). Either way the others go on (PARTIAL). A replica that joins
-pulls the committed version from what the trainer still exposes; while the trainer steps there is nothing to pull, and it
-waits for the next one.
+fenced (told to leave, so that its supervisor starts it anew). Either way the others go on (PARTIAL). The trainer sends each
+byte once, and replicas pass it on. A replica that joins pulls the committed version from the replicas that serve it; where
+there are none, from what the trainer still exposes: while the trainer steps there is nothing, and it waits for the next one.
 
 A replica is a process, not a name: a successor under the same name has staged nothing, so it is neither sent the commit of
 its predecessor's version nor declared ready on its behalf.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from waypath.controller import reshard
@@ -25,6 +25,7 @@ from waypath.controller.runs import programs
 from waypath.controller.runs.executor import Executor
 from waypath.controller.runs.metrics import Publication
 from waypath.controller.runtime import Execution, Runtime
+from waypath.controller.transfer_plan import Plan
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import DeadlineError, TransferError, UnavailableError, WaypathError, WorkerLostError
 from waypath.proto.layout import Layout
@@ -58,8 +59,10 @@ class Publisher:
         self._config = config
         self._journal = journal
         self._source: Layout | None = None
+        self._trainers: frozenset[str] = frozenset()
         self._opened: dict[str, _Replica] = {}
         self._members: set[str] = set()
+        self._serving: dict[str, int] = {}  # replica → the policy version that it committed last
         self._in_flight = 0
         self._ended = asyncio.Event()  # of the publication that is under way, or the next one
         self._eval_rows = 0
@@ -73,8 +76,8 @@ class Publisher:
 
     def set_source(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes the trainer's layout from the `open` results of its processes."""
-        layouts = [Layout.from_json(parts[worker]["layout"]) for worker in sorted(parts)]
-        self._source = layouts[0].merged(*layouts[1:])
+        layouts = [self._layout(worker, parts[worker]) for worker in sorted(parts)]
+        self._source, self._trainers = layouts[0].merged(*layouts[1:]), frozenset(parts)
 
     async def open(self, replica: str) -> None:
         """Opens the engine on `replica`. Raises WorkerLostError where another process has its name by then."""
@@ -84,7 +87,7 @@ class Publisher:
         if not incarnation or self._runtime.incarnation(replica) != incarnation:
             raise WorkerLostError(f"worker {replica} was lost while its engine was opened")
         info = results["open"][replica]
-        self._opened[replica] = _Replica(incarnation, Layout.from_json(info["layout"]), info)
+        self._opened[replica] = _Replica(incarnation, self._layout(replica, info), info)
         self._eval_rows = int(info.get("eval_rows", 0))
         self._any_opened.set()
 
@@ -104,6 +107,7 @@ class Publisher:
     def lost(self, replica: str) -> None:
         """Forgets a replica whose worker is gone."""
         self._members.discard(replica)
+        self._serving.pop(replica, None)
         self._opened.pop(replica, None)
 
     def _present(self, replica: str, incarnation: str) -> bool:
@@ -111,22 +115,30 @@ class Publisher:
         opened = self._opened.get(replica)
         return opened is not None and opened.incarnation == incarnation
 
-    def _copies(self, replicas: list[str]) -> tuple[dict[str, list[dict[str, Any]]], int]:
-        if self._source is None:
+    def _layout(self, worker: str, info: Mapping[str, Any]) -> Layout:
+        """Where a worker says its tensors lie, and on which machine that is."""
+        return replace(Layout.from_json(info["layout"]), hosts={worker: self._runtime.host(worker)})
+
+    def _plan(self, source: Layout | None, replicas: list[str]) -> Plan:
+        """What brings `replicas` the policy: they get it once from `source`, and the rest from each other."""
+        if source is None:
             raise TransferError("the trainer has not reported its layout")
-        copies, bound = {}, 0
-        for replica in replicas:
-            plan = reshard.plan(self._source, self._opened[replica].layout)
-            copies[replica] = [copy.to_json() for copy in plan.copies]
-            bound += plan.lower_bound_bytes
-        return copies, bound
+        layouts = [self._opened[replica].layout for replica in replicas]
+        if not layouts:
+            return Plan((), (), (), (), 0)
+        return reshard.plan(source, layouts[0].merged(*layouts[1:]))
+
+    @staticmethod
+    def _copies(plan: Plan, replicas: list[str]) -> dict[str, list[dict[str, Any]]]:
+        return {replica: [copy.to_json() for copy in plan.for_worker(replica)] for replica in replicas}
 
     def begin(self, version: int, ahead: bool = False) -> Begun:
         """Dispatches the staging of `version`, which the trainer has just made (or, with `ahead`, will have made)."""
-        copies, bound = self._copies(self.replicas)
+        plan = self._plan(self._source, self.replicas)
+        copies = self._copies(plan, self.replicas)
         execution = self._executor.submit(programs.publish(self._config, copies, ahead=ahead), {"version": version})
         self._in_flight += 1
-        return Begun(version, execution, bound, {r: self._opened[r].incarnation for r in copies})
+        return Begun(version, execution, plan.lower_bound_bytes, {r: self._opened[r].incarnation for r in copies})
 
     async def finish(self, begun: Begun) -> Publication:
         """Waits for the staging, decides, journals the decision, commits, and declares ready who committed.
@@ -155,11 +167,15 @@ class Publisher:
             version=version,
             bytes=sum(int(staged[r]["publish_bytes"]) for r in verified),
             lower_bound_bytes=begun.lower_bound_bytes,
-            egress_bytes=sum(int(found.get("publish_bytes", 0)) for found in staged.values()),
+            egress_bytes=sum(self._from_trainers(found) for found in staged.values()),
             stall_s=max(stalls_s.values(), default=0.0),
             outcome=outcome,
             replicas=tuple(present),
         )
+
+    def _from_trainers(self, report: Mapping[str, Any]) -> int:
+        """Bytes that a stage node received from trainer processes; what a node that failed received is not known."""
+        return sum(int(size) for worker, size in report.get("sources", {}).items() if worker in self._trainers)
 
     def _fence(
         self, version: int, what: str, replicas: Mapping[str, str], failed: Mapping[str, str], left: list[str]
@@ -183,6 +199,7 @@ class Publisher:
         failed = {r: str(report["error"]) for r, report in reports.items() if "error" in report}
         serving = sorted(reports.keys() - failed.keys())
         self._fence(version, "commit", replicas, failed, left=serving)
+        self._serving.update({r: version for r in serving if self._present(r, replicas[r])})
         return {r: float(reports[r].get("stall_s", 0.0)) for r in serving}
 
     async def join(self, replica: str) -> None:
@@ -208,18 +225,14 @@ class Publisher:
                 ) from None
 
     async def _pull_cached(self, replica: str, version: int) -> bool:
+        serving = sorted(r for r, held in self._serving.items() if held == version and r in self._members)
+        for peers in ([serving] if serving else []) + [[]]:
+            report = await self._stage_late(replica, version, peers)
+            if report is not None:
+                break
+        else:
+            return False
         incarnation = self._opened[replica].incarnation
-        copies, _ = self._copies([replica])
-        program = programs.publish(self._config, copies, cached=True)
-        try:
-            results = await self._executor.run(program, {"version": version}, what=f"staging version {version}")
-        except (UnavailableError, TransferError):
-            return False  # the trainer has gone on, and exposes this version no more
-        report = results.get(f"stage_{replica}", {}).get(replica)
-        if report is None:
-            raise WorkerLostError(f"worker {replica} was lost while it joined")
-        if report.get("kind") == "TransferError":
-            return False  # as above, in the middle of the pull
         try:
             if not report.get("verified"):
                 raise TransferError(_reason(report))
@@ -228,6 +241,25 @@ class Publisher:
             self._runtime.fence(replica, incarnation, f"could not join: {error}")
             raise
         return True
+
+    async def _stage_late(self, replica: str, version: int, peers: list[str]) -> Mapping[str, Any] | None:
+        """Stages a version that is out already, from `peers` or else the trainer; None where they have gone on, or are gone."""
+        layouts = [self._opened[peer].layout for peer in peers]
+        source = layouts[0].merged(*layouts[1:]) if layouts else self._source
+        copies = self._copies(self._plan(source, [replica]), [replica])
+        program = programs.join(self._config, copies, peers[0] if peers else "")
+        try:
+            results = await self._executor.run(program, {"version": version}, what=f"staging version {version}")
+        except (UnavailableError, TransferError):
+            return None
+        except WorkerLostError:
+            if not peers:
+                raise
+            return None
+        report = results.get(f"stage_{replica}", {}).get(replica)
+        if report is None:
+            raise WorkerLostError(f"worker {replica} was lost while it joined")
+        return None if report.get("kind") == "TransferError" else report
 
 
 def _reason(report: Mapping[str, Any]) -> str:

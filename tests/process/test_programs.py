@@ -9,8 +9,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,15 @@ import waypath
 from examples import data_parallel, grpo_by_hand, pipeline
 from tests.cluster import ROOT, Cluster, compute, eventually, running
 from waypath.controller.client.refs import Ref, Slice
-from waypath.proto.errors import CancelledError, ConfigError, FunctionError, GraphError, NotFoundError, WaypathError
+from waypath.proto.errors import (
+    ConfigError,
+    FunctionError,
+    GraphError,
+    NotFoundError,
+    UnavailableError,
+    WaypathError,
+    WorkerLostError,
+)
 
 WAIT_S = 60.0
 
@@ -197,8 +206,46 @@ def test_refs_can_be_awaited(client: waypath.Client, pair: Slice) -> None:
             return await asyncio.gather(*(step(np.full(2, k, np.float32)) for k in range(8)))
 
     np.testing.assert_array_equal(asyncio.run(main()), [[3 * k, 3 * k] for k in range(8)])
-    with pytest.raises(CancelledError):
+    with pytest.raises(UnavailableError, match="closed"):
         client.put(np.ones(2), pair)
+
+
+def test_a_wait_that_is_given_up_ends_at_once_and_a_closed_client_says_so(cluster: Cluster) -> None:
+    client = waypath.connect(cluster.address, cluster.token)
+    pair = client.slice(mesh={"x": 2})
+
+    def spin(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 60_000, lambda _, y: jnp.sin(y @ y), x)
+
+    slow = client.function(spin, pair, P("x"), P("x"))
+    ref = slow(np.ones((128, 128), np.float32))
+    began = time.monotonic()
+
+    async def main() -> None:
+        async with asyncio.timeout(0.2):
+            await ref
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert time.monotonic() - began < 2.0 or ref._pending.wait(0.0) is None, "the loop waited for the thread"
+    client.close()
+    for use in (client.status, client.runs, lambda: client.slice(devices=1), client.run("r").result):
+        with pytest.raises(UnavailableError, match="this client is closed"):
+            use()
+
+
+def test_outputs_keep_the_form_that_the_program_returns(client: waypath.Client, pair: Slice) -> None:
+    step = client.function(add_sum, pair, P("x"), P("x"))
+    both = client.program(lambda x: Pair(step(x), {"again": [step(x)]}))(
+        client.put(np.ones(2, np.float32), pair, P("x"))
+    )
+    assert isinstance(both, Pair)
+    assert np.array_equal(both.first.result(WAIT_S), both.second["again"][0].result(WAIT_S))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def test_functions_that_workers_know_by_name(client: waypath.Client, pair: Slice) -> None:
@@ -348,7 +395,17 @@ def _refused(client: waypath.Client, pair: Slice, held: Ref, other: Ref) -> dict
     def leaks(x: Any) -> Any:
         return held
 
+    @client.program
+    def branches(x: Any) -> Any:
+        return step(x) if x else x
+
+    def stale(x: Any) -> Any:
+        leaked: list[Any] = []
+        client.program(lambda y: [leaked.append(y), step(y)][1])(x)
+        return leaked[0]
+
     no_ref: Any = np.ones(2)
+    size: Any = "2"
     return {
         "deleted": (lambda: step(gone), GraphError, "was deleted"),
         "foreign": (lambda: step(other), GraphError, "belongs to another session"),
@@ -370,12 +427,61 @@ def _refused(client: waypath.Client, pair: Slice, held: Ref, other: Ref) -> dict
         ),
         "outside": (lambda: leaks(held), GraphError, "expected objects of this program"),
         "no ref": (lambda: leaks(no_ref), GraphError, "expected a ref, found ndarray"),
+        "useless donation": (
+            lambda: client.function(lambda x: x[:0], pair, P("x"), P("x"), donate=0)(held),
+            GraphError,
+            "argument 0 cannot be donated: no output is left that has the 4 bytes a device",
+        ),
+        "narrowing": (
+            lambda: client.put(np.array([1, 2**40]), pair),
+            GraphError,
+            "int32 here, which cannot hold 1099511",
+        ),
+        "overflow": (
+            lambda: client.put(np.array([0.1, 1e300]), pair),
+            GraphError,
+            r"float32 here, which cannot hold 1e\+300",
+        ),
+        "random key": (lambda: client.put(jax.random.key(0), pair), GraphError, "key"),
+        "mesh sizes": (lambda: client.slice(mesh={"x": size}), ConfigError, "axis names and whole numbers"),
+        "output axis": (lambda: client.function(add_sum, pair, P("x"), P("q"))(held), GraphError, "no mesh axis 'q'"),
+        "output size": (
+            lambda: client.function(lambda x: jnp.ones(3), pair, P("x"), P("x"))(held),
+            GraphError,
+            "not divisible by the 2 parts",
+        ),
+        "branch": (lambda: branches(held), GraphError, "cannot branch on one"),
+        "stale symbol": (lambda: step(stale(held)), GraphError, "whose tracing has ended"),
+        "no transfer": (lambda: client.transfer(no_ref, pair), GraphError, "transfer: expected a ref, found ndarray"),
+        "no slice": (lambda: client.function(add_sum, size), GraphError, "expected a slice, found str"),
     }
 
 
-REFUSED = "deleted foreign spec axis uneven rank dtype devices mesh constant outside no_ref".replace(
-    "no_ref", "no-ref"
-).split()
+REFUSED = [
+    "deleted",
+    "foreign",
+    "spec",
+    "axis",
+    "uneven",
+    "rank",
+    "dtype",
+    "devices",
+    "mesh",
+    "constant",
+    "outside",
+    "no ref",
+    "useless donation",
+    "narrowing",
+    "overflow",
+    "random key",
+    "mesh sizes",
+    "output axis",
+    "output size",
+    "branch",
+    "stale symbol",
+    "no transfer",
+    "no slice",
+]
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -385,7 +491,7 @@ def test_bad_calls_are_typed_errors_and_nothing_is_lost(
     held = client.put(np.ones(2, np.float32), pair, P("x"))
     with waypath.connect(cluster.address, cluster.token) as stranger:
         other = stranger.put(np.ones(2, np.float32), stranger.slice(mesh={"x": 2}), P("x"))
-        call, error, words = _refused(client, pair, held, other)[what.replace("-", " ")]
+        call, error, words = _refused(client, pair, held, other)[what]
         with pytest.raises(error, match=words):
             call()
     step = client.function(add_sum, pair, P("x"), P("x"))
@@ -457,6 +563,9 @@ def test_a_worker_that_dies_fails_what_it_held_and_the_slice_serves_again(
         cluster.wait_restarted(name, pid)
     with pytest.raises(WaypathError, match=r"worker compute-1-. was lost"):
         step(held).result(WAIT_S)
+    for use in (held.result, lambda: client.put(np.ones(2, np.float32), pair)):
+        with pytest.raises(WorkerLostError, match=rf"of slice {pair.name} was lost.*ask for a new slice"):
+            use()
     fresh = client.slice(mesh={"x": 2}, world="compute-1")
     again = client.function(add_sum, fresh, P("x"), P("x"))
     assert np.array_equal(again(np.ones(2, np.float32)).result(WAIT_S), [3.0, 3.0])

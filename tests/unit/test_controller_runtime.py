@@ -190,6 +190,21 @@ def test_what_may_come_from_a_peers_death_waits_until_that_is_known(monkeypatch:
     run(main())
 
 
+def test_a_worker_that_leaves_because_of_a_failure_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(runtime, "WORLD_ERROR_DELAY_S", 60.0)
+        one = Runtime(cluster(0, 1, 0), "c", 1)
+        link = attach(one, "inference-0")
+        execution = one.submit(program("inference-0"), {}, owner="o")
+        event = pb.NodeEvent(execution_id=execution.execution_id, node_id="inference-0", state=pb.NodeEvent.FAILED)
+        event.error.kind, event.error.message = TransferError.__name__, "out of memory"
+        one._node_event(link, event)
+        one._lose(link, "its stream ended")
+        assert (await execution.node("inference-0"))["inference-0"]["error"] == "out of memory"
+
+    run(main())
+
+
 def test_readiness_and_fencing_are_of_a_process_not_of_a_name() -> None:
     async def main() -> None:
         one = Runtime(cluster(0, 1, 0), "c", 1)

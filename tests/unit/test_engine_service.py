@@ -28,7 +28,7 @@ from waypath.workers.models.views import views
 from waypath.workers.service import Call, ServiceContext
 from waypath.workers.store import ObjectStore
 from waypath.workers.tasks.sort import SortTask
-from waypath.workers.transfer import PullStats, Transfer, Write
+from waypath.workers.transfer import Landed, PullStats, Transfer, Write
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class FakeTransfer:
         self.damage = False
 
     async def pull_slices(
-        self, name: str, copies: Iterable[Mapping[str, Any]], write: Write, *, timeout_s: float
+        self, name: str, copies: Iterable[Mapping[str, Any]], write: Write, *, timeout_s: float, landed: Landed
     ) -> PullStats:
         total = 0
         for copy in copies:
@@ -86,8 +86,9 @@ class FakeTransfer:
             target[...] = tensor(self.source, copy["tensor"])[box]
             if self.damage and copy["tensor"] == "model.norm.weight":
                 target[1] += 1
+            landed(copy["tensor"], lower, upper)
             total += target.nbytes
-        return PullStats(total, 0.1)
+        return PullStats(total, 0.1, {"trainer-0": total})
 
 
 @dataclass

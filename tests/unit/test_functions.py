@@ -22,8 +22,10 @@ from waypath.controller.nodes import Leaf
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import FunctionError, GraphError, ProtocolError
 from waypath.proto.layout import device_boxes
+from waypath.proto.names import REGISTERED
 from waypath.workers.functions.arrays import DeviceObject, Meshes, build, exposed
 from waypath.workers.functions.library import Library
+from waypath.workers.functions.registered import function
 from waypath.workers.functions.sequence import BoundSequence, ready
 from waypath.workers.functions.sources import copies
 
@@ -35,7 +37,9 @@ AXES = ("a", "b", "c")
 
 def exported(fun: Any, count: int = 1) -> bytes:
     """A function of `count` arrays of four numbers, as a client exports it."""
-    return tracing.export_function(fun, [(AVAL, jax.tree.structure(0))] * count, None, ("x",), (1,), "cpu", "f").data
+    return tracing.export_function(
+        fun, [(AVAL, jax.tree.structure(0))] * count, None, ("x",), (1,), "cpu", "f", list
+    ).data
 
 
 def library(*functions: bytes, damage: bool = False) -> tuple[Library, list[str]]:
@@ -89,6 +93,35 @@ def test_a_sequence_gives_what_numpy_gives_and_keeps_only_its_exports() -> None:
     assert sorted(found) == ["b", "c"] and found["c"].nbytes == 16
     assert np.array_equal(found["b"].leaves[0], [4, 8, 12, 16])
     assert np.array_equal(found["c"].leaves[0], [5, 10, 15, 20])
+
+
+@function("tests.scaled")
+def scaled(x: Any, y: Any = None, *, by: float = 2.0) -> Any:
+    """What a worker knows by name."""
+    return x * by
+
+
+def test_a_registered_function_is_compiled_for_what_its_call_takes_and_gives() -> None:
+    made, _ = library()
+
+    def call(gives: pb.Aval, value: Any, dtype: str) -> Any:
+        takes = pb.Aval(leaves=[pb.Leaf(shape=[4], dtype=dtype, spec=[pb.Axes()])])
+        node = pb.Node(
+            node_id="a", kind="function", method=f"{REGISTERED}tests.scaled", inputs=["x"], takes=[takes], gives=[gives]
+        )
+        given = DeviceObject.of([build(takes.leaves[0], Meshes().mesh(MESH), {0: np.array(value, dtype)})])
+        return sequence(made, node, inputs=("x",), exports=("a",)).run([given], "e on w")[0]["a"].leaves[0]
+
+    def aval(shape: list[int], dtype: str) -> pb.Aval:
+        return pb.Aval(leaves=[pb.Leaf(shape=shape, dtype=dtype, spec=[pb.Axes()])])
+
+    assert np.array_equal(call(_MESSAGE, [1, 2, 3, 4], "float32"), [2, 4, 6, 8])
+    for wrong in (aval([4], "int32"), aval([2], "float32"), aval([4], "int8")):
+        with pytest.raises(GraphError, match=r"tests.scaled gives .* the program says"):
+            call(wrong, [1, 2, 3, 4], "float32")
+    with pytest.raises(GraphError, match=r"gives .*float32.* the program says .*int32"):
+        call(aval([4], "int32"), [1, 2, 3, 4], "int32")
+    assert np.array_equal(call(_MESSAGE, [1, 2, 3, 4], "int32"), [2, 4, 6, 8])
 
 
 def test_outputs_are_selected() -> None:

@@ -396,7 +396,7 @@ def test_a_join_that_waits_does_not_act_on_a_successor(tmp_path: Path) -> None:
             async def not_exposed(worker: str, options: dict[str, Any]) -> None:
                 raise TransferError("policy version 0 is not exposed (any more)")
 
-            fake.on |= {"trainer.train": held, "trainer.exposed": not_exposed}
+            fake.on |= {"trainer.train": held, "trainer.exposed": not_exposed, "rollout.exposed": not_exposed}
             one = OneRun(fake, tmp_path)
             await fake.until("trainer-0", "trainer.train")
             for _ in range(2):  # twice in one step
@@ -404,7 +404,7 @@ def test_a_join_that_waits_does_not_act_on_a_successor(tmp_path: Path) -> None:
                 await fake.replace("inference-1")
                 await fake.until("inference-1", "rollout.open", opened + 1)
                 await fake.until("trainer-0", "trainer.exposed", opened)
-            del fake.on["trainer.exposed"]
+            del fake.on["trainer.exposed"], fake.on["rollout.exposed"]
             train.set()
             assert await one.task == "done"
             assert "inference-1" not in fake.told, "the healthy process was not fenced"
@@ -508,19 +508,18 @@ def test_an_export_that_an_interrupted_end_left_is_replaced(tmp_path: Path) -> N
     run(main())
 
 
-def test_egress_is_what_the_receivers_counted_also_where_it_did_not_verify(tmp_path: Path) -> None:
+def test_egress_is_what_the_receivers_got_from_trainers_also_where_it_did_not_verify(tmp_path: Path) -> None:
     async def main() -> None:
         async with up() as fake:
 
             async def one_refuses(worker: str, options: dict[str, Any]) -> dict[str, Any]:
-                wrong = {"verified": False, "mismatch": "digests differ", "publish_bytes": 8}
-                return (
-                    wrong if worker == "inference-1" and options["version"] else {"verified": True, "publish_bytes": 8}
-                )
+                got = {"publish_bytes": 8, "sources": {"trainer-0": 5, "inference-0": 3}}
+                wrong = {"verified": False, "mismatch": "digests differ"}
+                return got | (wrong if worker == "inference-1" and options["version"] else {"verified": True})
 
             fake.on["rollout.stage"] = one_refuses
             assert await OneRun(fake, tmp_path, steps=1).task == "done"
             line = json.loads((tmp_path / "metrics.jsonl").read_text())
-            assert (line["publish_bytes"], line["egress_bytes"], line["publish_bytes_lower_bound"]) == (8, 16, 16)
+            assert (line["publish_bytes"], line["egress_bytes"], line["publish_bytes_lower_bound"]) == (8, 10, 16)
 
     run(main())

@@ -10,7 +10,8 @@ import pytest
 
 from waypath.proto.codecs import Bundle
 from waypath.proto.errors import DeadlineError, LocalError, NotFoundError, RewardError, TransferError
-from waypath.workers.store import ExposedTensor, ObjectStore
+from waypath.workers.exposed import ExposedTensor
+from waypath.workers.store import ObjectStore
 
 
 def bundle(n: int = 4) -> Bundle:
@@ -99,21 +100,21 @@ def test_find_gives_the_box_that_contains_the_request() -> None:
 def test_expose_checks_boxes_against_the_shape_and_dtype() -> None:
     store = ObjectStore()
     with pytest.raises(LocalError, match=r"tensor w is float32\[4, 4\], a box at \[2, 0\] is float32\[3, 4\]"):
-        store.expose("p", {"w": ExposedTensor((4, 4), "float32", [((2, 0), np.zeros((3, 4), np.float32))])})
+        store.exposures.expose("p", {"w": ExposedTensor((4, 4), "float32", [((2, 0), np.zeros((3, 4), np.float32))])})
     with pytest.raises(LocalError, match="float64"):
-        store.expose("p", {"w": ExposedTensor((4,), "float32", [((0,), np.zeros(4))])})
-    store.expose("p", {})
+        store.exposures.expose("p", {"w": ExposedTensor((4,), "float32", [((0,), np.zeros(4))])})
+    store.exposures.expose("p", {})
     with pytest.raises(LocalError, match="p is already exposed"):
-        store.expose("p", {})
+        store.exposures.expose("p", {})
 
 
 def test_unexpose_refuses_new_readers_and_waits_for_the_present_ones() -> None:
     store = ObjectStore()
-    store.expose("p", {})
+    store.exposures.expose("p", {})
     reading, finish = threading.Event(), threading.Event()
 
     def read() -> None:
-        with store.reading("p", "inference-0"):
+        with store.exposures.reading("p", "inference-0"):
             reading.set()
             finish.wait(10)
 
@@ -121,14 +122,17 @@ def test_unexpose_refuses_new_readers_and_waits_for_the_present_ones() -> None:
     reader.start()
     assert reading.wait(10)
     with pytest.raises(DeadlineError, match=r"still read after 0.01 s by inference-0 \(1\)"):
-        store.unexpose("p", timeout_s=0.01)
-    with pytest.raises(TransferError, match="p is not exposed here; exposed: nothing"), store.reading("p", "late"):
+        store.exposures.unexpose("p", timeout_s=0.01)
+    with (
+        pytest.raises(TransferError, match="p is not exposed here; exposed: nothing"),
+        store.exposures.reading("p", "late"),
+    ):
         pass
     finish.set()
-    store.unexpose("p", timeout_s=10)
+    store.exposures.unexpose("p", timeout_s=10)
     reader.join()
-    store.unexpose("p")  # unknown by now: fine
-    store.expose("p", {})
+    store.exposures.unexpose("p")  # unknown by now: fine
+    store.exposures.expose("p", {})
 
 
 def test_a_scalar_is_found_as_a_view() -> None:

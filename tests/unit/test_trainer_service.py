@@ -211,20 +211,20 @@ def test_the_exposed_boxes_have_the_digests_and_hold_the_next_step_up(trainer: C
     one.open()
     _, bundle = one.call("expose", version=0)
     held = f"x{one.calls}/expose"
-    with one.store.reading("policy/0", "test") as tensors:
+    with one.store.exposures.reading("policy/0", "test") as exposure:
         for name, value in zip(bundle.meta["tensors"], bundle.arrays["digests"], strict=True):
-            exposed = tensors[name]
+            exposed = exposure.tensors[name]
             total = sum(
                 (digest_box(np.asarray(v), lower, exposed.shape) for lower, v in exposed.boxes), np.zeros(2, np.uint32)
             )
             np.testing.assert_array_equal(total, value, name)
             del exposed
-        del tensors
+        del exposure
     _, again = one.call("exposed", version=0)
     assert again is bundle
     one.store.release(f"x{one.calls}/exposed")
     message = f"policy version 0 is still needed: {held} is held .*; pulling now: inference-1"
-    with one.store.reading("policy/0", "inference-1"), pytest.raises(DeadlineError, match=message):
+    with one.store.exposures.reading("policy/0", "inference-1"), pytest.raises(DeadlineError, match=message):
         one.call("train", [[b] for b in rollout(0, 0, 0)], step=0, deadline_s=0.05)
 
     before = one.digest()

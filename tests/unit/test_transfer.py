@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,8 +16,9 @@ from waypath.proto import wire
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import TransferError, UserError
 from waypath.workers.data_server import DataServer
+from waypath.workers.exposed import Arrivals, ExposedTensor
 from waypath.workers.peers import Peers
-from waypath.workers.store import ExposedTensor, ObjectStore
+from waypath.workers.store import ObjectStore
 from waypath.workers.transfer import Transfer
 
 TOKEN = "a-token"
@@ -61,10 +63,10 @@ def test_boxes_from_several_sources_land_in_place(monkeypatch: pytest.MonkeyPatc
 
     async def main() -> None:
         async with cluster("a", "b") as (transfer, stores, _):
-            stores["a"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
+            stores["a"].exposures.expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
             boxes = [((20, 0), WHOLE[20:, :15]), ((20, 15), WHOLE[20:, 15:])]
-            stores["b"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", boxes)})
-            stores["me"].expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            stores["b"].exposures.expose("p/1", {"w": ExposedTensor((40, 30), "float32", boxes)})
+            stores["me"].exposures.expose("p/1", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
             target = np.zeros_like(WHOLE)
             copies = [
                 copy("w", "a", [0, 0], [20, 10]),
@@ -79,7 +81,7 @@ def test_boxes_from_several_sources_land_in_place(monkeypatch: pytest.MonkeyPatc
             np.testing.assert_array_equal(target, WHOLE)
             assert stats.bytes == WHOLE.nbytes and stats.seconds > 0
             for store in stores.values():
-                store.unexpose("p/1", timeout_s=10)
+                store.exposures.unexpose("p/1", timeout_s=10)
 
     run(main())
 
@@ -92,7 +94,7 @@ def test_scalars_and_bfloat16_travel() -> None:
                 "s": ExposedTensor((), "float64", [((), np.array(2.5))]),
                 "h": ExposedTensor((7,), "bfloat16", [((0,), half)]),
             }
-            stores["a"].expose("p", tensors)
+            stores["a"].exposures.expose("p", tensors)
             targets: dict[str, np.ndarray[Any, Any]] = {"s": np.zeros(()), "h": np.zeros(7, ml_dtypes.bfloat16)}
             copies = [copy("s", "a", [], []), copy("h", "a", [0], [7])]
             stats = await transfer.pull_slices("p", copies, lambda tensor, *_: targets[tensor])
@@ -106,7 +108,7 @@ def test_what_cannot_be_had_is_a_transfer_error_naming_tensor_box_and_source() -
         async with cluster("a", "b") as (transfer, stores, peers):
             target = np.zeros((40, 30), np.float32)
             for store in stores.values():
-                store.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
+                store.exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE[:20])])})
             cases = [
                 (
                     "q",
@@ -140,7 +142,7 @@ def test_what_cannot_be_had_is_a_transfer_error_naming_tensor_box_and_source() -
 def test_a_wrong_token_is_refused() -> None:
     async def main() -> None:
         async with cluster("a", token="another") as (transfer, stores, _):
-            stores["a"].expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            stores["a"].exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
             with pytest.raises(TransferError, match="AuthenticationError") as caught:
                 await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], into(np.zeros((40, 30), np.float32)))
             assert not isinstance(caught.value, UserError)
@@ -152,12 +154,12 @@ def test_a_pull_past_its_deadline_ends_and_its_readers_are_gone() -> None:
     async def main() -> None:
         async with cluster("a") as (transfer, stores, _):
             big = np.broadcast_to(np.zeros(1 << 20, np.uint8), (4096, 1 << 20))  # far more than the deadline allows
-            stores["a"].expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
+            stores["a"].exposures.expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
             target = np.zeros(big.shape, np.uint8)
             copies = [copy("w", "a", [0, 0], list(big.shape))]
             with pytest.raises(TransferError, match=r"w\[0:4096, 0:1048576\] from a: DeadlineError"):
                 await transfer.pull_slices("p", copies, into(target), timeout_s=0.0)
-            await asyncio.to_thread(stores["a"].unexpose, "p", 10)
+            await asyncio.to_thread(stores["a"].exposures.unexpose, "p", 10)
 
     run(main())
 
@@ -166,7 +168,7 @@ def test_a_cancelled_pull_writes_nothing_afterwards() -> None:
     async def main() -> None:
         async with cluster("a") as (transfer, stores, _):
             big = np.ones((64, 1 << 20), np.uint8)
-            stores["a"].expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
+            stores["a"].exposures.expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0, 0), big)])})
             target = np.zeros_like(big)
             pull = asyncio.create_task(
                 transfer.pull_slices("p", [copy("w", "a", [0, 0], list(big.shape))], into(target))
@@ -177,7 +179,101 @@ def test_a_cancelled_pull_writes_nothing_afterwards() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await pull
             before = int(target[:, 0].sum())
-            await asyncio.to_thread(stores["a"].unexpose, "p", 10)
+            await asyncio.to_thread(stores["a"].exposures.unexpose, "p", 10)
             assert int(target[:, 0].sum()) == before < 64
+
+    run(main())
+
+
+def relay(tensor: str, source: str, holder: str, lower: list[int], upper: list[int]) -> dict[str, Any]:
+    return {**copy(tensor, source, lower, upper), "holder": holder}
+
+
+def test_a_relayed_slice_is_sent_when_it_has_landed() -> None:
+    async def main() -> None:
+        async with cluster("holder", "peer") as (transfer, stores, _):
+            target, shadow, arrivals = np.zeros_like(WHOLE), np.zeros_like(WHOLE), Arrivals()
+            copies = [relay("w", "peer", "holder", [row, 0], [row + 10, 30]) for row in (0, 10, 20, 30)]
+            landed: list[tuple[int, ...]] = []
+            pulled = asyncio.ensure_future(
+                transfer.pull_slices("p", copies, into(target), landed=lambda _, lower, __: landed.append(lower))
+            )
+            while not stores["peer"].exposures._waiting:  # asked before it is exposed
+                await asyncio.sleep(0)
+            tensors = {"w": ExposedTensor((40, 30), "float32", [((0, 0), shadow)])}
+            stores["peer"].exposures.expose("p", tensors, arrivals)
+            for row in (30, 10, 0, 20):
+                assert not pulled.done()
+                shadow[row : row + 10] = WHOLE[row : row + 10]
+                arrivals.land("w", (row, 0), (row + 10, 30))
+            stats = await pulled
+            np.testing.assert_array_equal(target, WHOLE)
+            assert stats.by_source == {"peer": WHOLE.nbytes}
+            assert sorted(landed) == [(0, 0), (10, 0), (20, 0), (30, 0)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("trouble", ["gone", "fails", "silent"])
+def test_what_a_peer_does_not_relay_comes_from_the_holder(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waypath.workers.transfer.RELAY_STALL_S", 0.2)
+
+    async def main() -> None:
+        async with cluster("holder", "peer") as (transfer, stores, peers):
+            tensors = {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])}
+            stores["holder"].exposures.expose("p", tensors)
+            target, arrivals = np.zeros_like(WHOLE), Arrivals()
+            stores["peer"].exposures.expose("p", tensors, arrivals)
+            arrivals.land("w", (0, 0), (10, 30))
+            if trouble == "gone":
+                peers.update([], ["peer"])
+            elif trouble == "fails":
+                arrivals.end(TransferError("the stage was cancelled"))
+            copies = [relay("w", "peer", "holder", [row, 0], [row + 10, 30]) for row in (0, 10)]
+            copies.append(copy("w", "holder", [20, 0], [40, 30]))
+            stats = await transfer.pull_slices("p", copies, into(target), timeout_s=20)
+            np.testing.assert_array_equal(target, WHOLE)
+            got = WHOLE[:10].nbytes
+            relayed = 0 if trouble == "gone" else got
+            assert stats.by_source.get("peer", 0) == relayed and stats.bytes == 4 * got
+
+    run(main())
+
+
+def test_a_relay_to_another_device_of_this_worker_waits_for_the_first() -> None:
+    async def main() -> None:
+        async with cluster("holder") as (transfer, stores, _):
+            stores["holder"].exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            first, second, arrivals = np.zeros_like(WHOLE), np.zeros_like(WHOLE), Arrivals()
+            stores["me"].exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), first)])}, arrivals)
+            targets = iter([second, first])
+            copies = [relay("w", "me", "holder", [0, 0], [40, 30]), copy("w", "holder", [0, 0], [40, 30])]
+            await transfer.pull_slices("p", copies, lambda *_: next(targets), landed=arrivals.land)
+            np.testing.assert_array_equal(second, WHOLE)
+
+    run(main())
+
+
+def test_a_reader_that_does_not_go_on_is_cut_off() -> None:
+    async def main() -> None:
+        async with cluster("a") as (transfer, stores, _):
+            big = np.zeros((1 << 26,), np.uint8)
+            exposures = stores["a"].exposures
+            exposures.expose("p", {"w": ExposedTensor(big.shape, "uint8", [((0,), big)])})
+            stuck, go_on = threading.Event(), threading.Event()
+
+            def landed(*_: Any) -> None:
+                stuck.set()
+                go_on.wait(10)
+
+            copies = [copy("w", "a", [0], [1]), copy("w", "a", [1], list(big.shape))]
+            pulled = asyncio.ensure_future(transfer.pull_slices("p", copies, into(np.zeros_like(big)), landed=landed))
+            await asyncio.to_thread(stuck.wait, 10)
+            assert exposures.readers("p") == ["me"]
+            await asyncio.to_thread(exposures.unexpose, "p", 10, cut_after_s=0.1)
+            big[:] = 1  # nobody reads it any more
+            go_on.set()
+            with pytest.raises(TransferError, match="p is exposed no more: this reader took too long"):
+                await pulled
 
     run(main())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,6 +212,10 @@ class JaxEngine:
     def stage_view(self, tensor: str, lower: tuple[int, ...], upper: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """A writable box of the shadow weights; see EngineProtocol."""
         return self._weights.view(tensor, lower, upper)
+
+    def shadow(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The tensors of the shadow weights; see EngineProtocol."""
+        return self._weights.shadow()
 
     def seal(self) -> Digests:
         """Put the shadow weights on the device and return their digests; see EngineProtocol."""

@@ -153,6 +153,13 @@ class EngineProtocol(Protocol):
         """
         ...
 
+    def shadow(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Every canonical tensor in the shadow weights; after ``commit`` these same arrays serve, until the next ``begin`` but one.
+
+        What was written may be read while other boxes are being written.
+        """
+        ...
+
     def seal(self) -> Digests:
         """End the writing; returns the digests {tensor: uint32 [2]} of what was staged.
 

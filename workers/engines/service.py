@@ -7,7 +7,9 @@ each group placed here, `stage` while sampling goes on, `commit` (or `abort`).
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import numpy as np
 from waypath.proto import config as configs
 from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig
-from waypath.proto.errors import LocalError
+from waypath.proto.errors import LocalError, TransferError
 from waypath.proto.layout import Layout, Shard, TensorLayout
 from waypath.proto.names import policy_name
 from waypath.workers.digest import digest_weights
@@ -27,6 +29,7 @@ from waypath.workers.engines.driver import EngineDriver
 from waypath.workers.engines.gate import VersionGate
 from waypath.workers.engines.jax_engine import JaxEngine
 from waypath.workers.engines.protocol import Digests, EngineProtocol, GroupRequest, GroupResult
+from waypath.workers.engines.relays import Relays
 from waypath.workers.engines.shape import engine_shape
 from waypath.workers.engines.source import PromptSource, trajectory_arrays
 from waypath.workers.memory import check_memory, engine_bytes
@@ -34,8 +37,11 @@ from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.open import open_model
 from waypath.workers.models.views import views
 from waypath.workers.service import Call, ServiceContext, method, service
+from waypath.workers.transfer import PullStats
 
 __all__ = ["RolloutService"]
+
+log = logging.getLogger("waypath.worker")
 
 
 @dataclass
@@ -48,6 +54,7 @@ class _Opened:
     engine: EngineProtocol
     driver: EngineDriver
     gate: VersionGate
+    relays: Relays
     staging: bool = False
 
 
@@ -86,6 +93,7 @@ class RolloutService:
             engine=engine,
             driver=EngineDriver(engine, context.loop, context.submit_jax),
             gate=VersionGate(context.worker),
+            relays=Relays(context.store.exposures),
         )
         call.report(
             layout=replica_layout(model, context.worker).to_json(),
@@ -144,34 +152,63 @@ class RolloutService:
 
     @method(lane="async")
     async def stage(self, call: Call) -> None:
-        """Pull policy version `version` into the shadow weights by `copies`, and verify it.
+        """Pull policy version `version` into the shadow weights by `copies`, pass on what peers ask for, and verify it.
 
-        The one input edge holds the expose bundles of all trainer processes. Sampling goes on meanwhile. Reports
-        publish_bytes (payload received), seconds, verified, and where it is false mismatch. A version that was staged
-        but never committed is dropped first. TransferError where bytes are missing or damaged.
+        The one input edge holds the expose bundles of all trainer processes, or of a replica that serves the version. Sampling
+        goes on meanwhile. What does not verify is pulled once more, from the holders alone. Reports publish_bytes (payload
+        received), sources (the same by worker), seconds, verified, and where it is false mismatch. A version that was staged but
+        never committed is dropped first. TransferError where bytes are missing or damaged.
         """
         run, version = self._opened("stage"), int(call.options["version"])
         if run.staging:
             raise LocalError(f"cannot stage policy version {version}: another publication is under way")
         run.staging, run.gate.staged = True, None
         call.activity(f"staging policy version {version}")
-        verified = False
+        copies, mismatch, verified = call.options["copies"], "", False
+        sources: Counter[str] = Counter()
         try:
             with call.span("publish"):
-                await run.driver.on_engine(lambda: _restart_staging(run.engine, version))
-                stats = await self._context.transfer.pull_slices(
-                    policy_name(version), call.options["copies"], run.engine.stage_view, timeout_s=call.remaining_s
-                )
-                found = await run.driver.on_engine(run.engine.seal)
-            mismatch = compare_digests(found, call.inputs[0], version)
-            verified = not mismatch
+                for again in (False, True):
+                    if again:
+                        log.warning(
+                            "policy version %d did not verify, pulling it from the holders: %s", version, mismatch
+                        )
+                        copies = [{**copy, "source": copy.get("holder") or copy["source"]} for copy in copies]
+                        await run.relays.drop(version, TransferError(f"it did not verify: {mismatch}"))
+                    stats, found = await self._pull(run, version, copies, call)
+                    sources.update(stats.by_source)
+                    mismatch = compare_digests(found, call.inputs[0], version)
+                    if not mismatch:
+                        run.relays.verified(version, found)
+                        verified = True
+                        break
         finally:
             if not verified:
+                await run.relays.drop(
+                    version, TransferError(f"replica {self._context.worker} gave version {version} up")
+                )
                 await run.driver.on_engine(run.engine.abort)
             run.staging, run.gate.staged = False, version if verified else None
-        call.report(publish_bytes=stats.bytes, seconds=stats.seconds, verified=verified)
+        call.report(publish_bytes=sources.total(), sources=dict(sources), seconds=stats.seconds, verified=verified)
         if mismatch:
             call.report(mismatch=mismatch)
+
+    async def _pull(
+        self, run: _Opened, version: int, copies: Sequence[Mapping[str, Any]], call: Call
+    ) -> tuple[PullStats, Digests]:
+        """Fills the shadow weights; returns what arrived and its digests."""
+        await run.relays.keep_only(run.gate.serving)
+        await run.driver.on_engine(lambda: _restart_staging(run.engine, version))
+        arrivals = run.relays.open(version, run.engine.shadow())
+        stats = await self._context.transfer.pull_slices(
+            policy_name(version), copies, run.engine.stage_view, timeout_s=call.remaining_s, landed=arrivals.land
+        )
+        return stats, await run.driver.on_engine(run.engine.seal)
+
+    @method(lane="async")
+    async def exposed(self, call: Call) -> Bundle:
+        """Names and digests of policy version `version`, which this replica serves: a peer that joins pulls it from here."""
+        return self._opened("exposed").relays.bundle(int(call.options["version"]))
 
     @method(lane="async")
     async def commit(self, call: Call) -> None:
@@ -202,12 +239,14 @@ class RolloutService:
         run = self._opened("abort")
         if run.staging:
             raise LocalError("cannot abort a publication while its bytes arrive; cancel its stage node")
+        await run.relays.keep_only(run.gate.serving)
         await run.driver.on_engine(run.engine.abort)
         run.gate.staged = None
 
     def close(self) -> None:
         """Forget the run. A `prompt` that still blocks is left behind on its thread."""
         if self._run is not None:
+            self._run.relays.close()
             self._run.prompt_thread.shutdown(wait=False, cancel_futures=True)
             self._run = None
 

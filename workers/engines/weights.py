@@ -154,6 +154,14 @@ class WeightStore:
         whole = leaf if view.index is None else leaf[view.index]
         return whole[tuple(slice(a, b) for a, b in zip(lower, upper, strict=True))]
 
+    def shadow(self) -> dict[str, Array]:
+        """The canonical tensors in the shadow set, for reading what has been written so far."""
+        leaves_of = self._shadow.leaves
+        return {
+            name: leaves_of[view.path] if view.index is None else leaves_of[view.path][view.index]
+            for name, view in self._views.items()
+        }
+
     def seal(self, digest: Callable[[Params], Any]) -> Any:
         """Ends the writing, puts the parameters on the device and returns ``digest`` of them."""
         if self._coverage is None:

@@ -21,7 +21,7 @@ from waypath.proto import worker_pb2 as pb
 from waypath.proto.codecs import dtype_of
 from waypath.proto.errors import GraphError, ProtocolError
 from waypath.proto.layout import Box, device_boxes
-from waypath.workers.store import ExposedTensor
+from waypath.workers.exposed import ExposedTensor
 
 __all__ = ["DeviceObject", "Meshes", "build", "exposed", "local_boxes", "placed", "sharding_of", "zeros"]
 

@@ -63,10 +63,8 @@ class Library:
         donated = set(step.donates)
         leaves = [(leaf, k in donated) for k, aval in enumerate(step.takes) for leaf in aval.leaves]
         results = [leaf for aval in step.gives for leaf in aval.leaves]
-        specs = tuple(
-            str([list(axes.names) for axes in leaf.spec]) for leaf in (*(leaf for leaf, _ in leaves), *results)
-        )
-        key = (step.method, _options_text(step), mesh, specs, tuple(gone for _, gone in leaves))
+        kinds = tuple(aval.SerializeToString(deterministic=True) for aval in (*step.takes, *step.gives))
+        key = (step.method, _options_text(step), mesh, kinds, len(step.takes), tuple(gone for _, gone in leaves))
         made = self._compiled.get(key)
         if made is None:
             if step.method.startswith(REGISTERED):

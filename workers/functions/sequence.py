@@ -123,13 +123,18 @@ class BoundSequence:
         for position, value in enumerate(inputs):
             values[position] = self._leaves(value, self._names[position])
         checks: list[NanCheck] = []
+        kept: FunctionError | None = None
         for step in self._steps:
             if isinstance(step, _Select):
                 values[step.result] = values[step.source][step.index]  # type: ignore[index]
             else:
                 self._call(step, values, where, checks)
+                for slot in step.donated:
+                    kept = kept or _check_donated(values[slot] or (), step, where)
             for slot in step.free:
                 values[slot] = None
+        if kept is not None:  # told when all steps have run: peers may wait for this process in one of them
+            raise kept
         return {name: DeviceObject.of(values[slot] or ()) for name, slot in self._exports}, checks
 
     def _leaves(self, value: Any, name: str) -> Value:
@@ -150,8 +155,6 @@ class BoundSequence:
                 found = step.call(*[leaf for slot in step.arguments for leaf in values[slot]])  # type: ignore[union-attr]
             if self._one_by_one:
                 jax.block_until_ready(found)
-            for slot in step.donated:
-                _check_donated(values[slot] or ())
         except Exception as error:
             # A failed collective may only tell that a peer is gone, which is then the cause to tell.
             cls = RemoteError if isinstance(error, jax.errors.JaxRuntimeError) else FunctionError
@@ -206,14 +209,16 @@ def _any_nan(array: Any) -> Any:
     return jnp.isnan(array).any()
 
 
-def _check_donated(leaves: Sequence[Any]) -> None:
+def _check_donated(leaves: Sequence[Any], step: _Step, where: str) -> FunctionError | None:
     """A donation that a live view (numpy, dlpack) of the array has cancelled is an error: its memory is not free."""
     for leaf in leaves:
         if not leaf.is_deleted():
-            raise RuntimeError(
-                f"the donated {leaf.dtype.name}{list(leaf.shape)} was not deleted: no output has its shape and dtype, or a view "
-                "of it (numpy, dlpack) is alive in this process"
+            return FunctionError(
+                f"function {step.name!r}: the donated {leaf.dtype.name}{list(leaf.shape)} was not deleted: no output has its "
+                "shape and dtype, or a view of it (numpy, dlpack) is alive in this process",
+                where=_place(where, step.node_id),
             )
+    return None
 
 
 def ready(exports: Mapping[str, DeviceObject], checks: Sequence[NanCheck], where: str) -> None:

@@ -27,11 +27,11 @@ from waypath.proto.errors import DeadlineError, TransferError, WaypathError
 from waypath.proto.layout import Layout, Shard, TensorLayout
 from waypath.proto.names import object_id, policy_name
 from waypath.workers.digest import digest_weights
+from waypath.workers.exposed import ExposedTensor
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
 from waypath.workers.models.views import View, leaf_at, views
 from waypath.workers.service import ServiceContext
-from waypath.workers.store import ExposedTensor
 
 _POLL_S = 0.005
 _ABSENT_S = 5.0  # an object whose execution was cancelled is never put: do not wait for it longer than this
@@ -67,7 +67,7 @@ class Exposures:
             meta={"tensors": list(digests), "version": version},
             arrays={"digests": np.stack(list(digests.values()))},
         )
-        self._context.store.expose(policy_name(version), tensors)
+        self._context.store.exposures.expose(policy_name(version), tensors)
         with self._lock:
             self._exposed[version] = _Exposed(bundle, {object_id(*execution)})
         return bundle
@@ -102,7 +102,7 @@ class Exposures:
                 if now is not None and now.pins != pins:
                     continue  # a replica joined while we waited
                 self._exposed.pop(version, None)
-            self._context.store.unexpose(policy_name(version), max(0.0, deadline - time.monotonic()))
+            self._context.store.exposures.unexpose(policy_name(version), max(0.0, deadline - time.monotonic()))
 
     def _next(self) -> tuple[int, set[str]] | None:
         with self._lock:
@@ -122,7 +122,7 @@ class Exposures:
         pause = threading.Event()
         while pin in store.names():
             if time.monotonic() > deadline:
-                pulling = ", ".join(store.readers(policy_name(version))) or "nobody"
+                pulling = ", ".join(store.exposures.readers(policy_name(version))) or "nobody"
                 raise DeadlineError(
                     f"policy version {version} is still needed: {pin} is held for a replica that has not finished "
                     f"staging; pulling now: {pulling}",
