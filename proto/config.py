@@ -147,12 +147,18 @@ class WarmStartSection(Section):
 
 
 class ProcessesSection(Section):
-    """What holds for every process of a local cluster."""
+    """What holds for every process of a local cluster.
+
+    `transfer_path`: how a process gets weights from another on its machine: "shared": through shared memory in `shm_dir`, "stream":
+    over TCP, "auto": the first where it can be had.
+    """
 
     threads: PositiveInt = 1
     max_restarts: NonNegativeInt = 5
     rejoin_timeout_s: PositiveFloat = 120.0
     compilation_cache: LocalPath = ".cache/jax"
+    transfer_path: Literal["auto", "shared", "stream"] = "auto"
+    shm_dir: LocalPath = "/dev/shm"
 
 
 class ClusterSection(ProcessesSection):

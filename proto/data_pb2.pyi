@@ -96,6 +96,44 @@ class SlicesRequest(_message.Message):
     relayed: bool
     def __init__(self, name: _Optional[str] = ..., puller: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., object: _Optional[bool] = ..., relayed: _Optional[bool] = ...) -> None: ...
 
+class Segment(_message.Message):
+    __slots__ = ("pid", "fd", "nonce", "bytes")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    nonce: bytes
+    bytes: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., nonce: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Target(_message.Message):
+    __slots__ = ("dtype", "offset", "strides")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STRIDES_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    offset: int
+    strides: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[str] = ..., offset: _Optional[int] = ..., strides: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("wanted", "segment", "targets")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    wanted: SlicesRequest
+    segment: Segment
+    targets: _containers.RepeatedCompositeFieldContainer[Target]
+    def __init__(self, wanted: _Optional[_Union[SlicesRequest, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[Target, _Mapping]]] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: int
+    def __init__(self, slices: _Optional[int] = ...) -> None: ...
+
 class SliceChunk(_message.Message):
     __slots__ = ("slice", "offset", "data", "crc32c")
     SLICE_FIELD_NUMBER: _ClassVar[int]

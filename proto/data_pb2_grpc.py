@@ -44,6 +44,11 @@ class DataStub:
                 request_serializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
                 response_deserializer=waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
                 _registered_method=True)
+        self.WriteSlices = channel.unary_stream(
+                '/waypath.v1.Data/WriteSlices',
+                request_serializer=waypath_dot_proto_dot_data__pb2.WriteRequest.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_data__pb2.Written.FromString,
+                _registered_method=True)
         self.Push = channel.stream_unary(
                 '/waypath.v1.Data/Push',
                 request_serializer=waypath_dot_proto_dot_data__pb2.PullChunk.SerializeToString,
@@ -63,6 +68,14 @@ class DataServicer:
 
     def PullSlices(self, request, context):
         """Streams pieces of exposed tensors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteSlices(self, request, context):
+        """Writes pieces of exposed tensors straight into the puller's shared memory; the puller is on the same machine. The first message
+        says that the segment is open. A slice that was not told of when the call ends may still be written later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +101,11 @@ def add_DataServicer_to_server(servicer, server):
                     servicer.PullSlices,
                     request_deserializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.FromString,
                     response_serializer=waypath_dot_proto_dot_data__pb2.SliceChunk.SerializeToString,
+            ),
+            'WriteSlices': grpc.unary_stream_rpc_method_handler(
+                    servicer.WriteSlices,
+                    request_deserializer=waypath_dot_proto_dot_data__pb2.WriteRequest.FromString,
+                    response_serializer=waypath_dot_proto_dot_data__pb2.Written.SerializeToString,
             ),
             'Push': grpc.stream_unary_rpc_method_handler(
                     servicer.Push,
@@ -149,6 +167,33 @@ class Data:
             '/waypath.v1.Data/PullSlices',
             waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
             waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteSlices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/waypath.v1.Data/WriteSlices',
+            waypath_dot_proto_dot_data__pb2.WriteRequest.SerializeToString,
+            waypath_dot_proto_dot_data__pb2.Written.FromString,
             options,
             channel_credentials,
             insecure,

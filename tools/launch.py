@@ -271,6 +271,7 @@ class LocalCluster:
         argv = [sys.executable, "-m", "waypath.workers.main", "--controller", self._dialled]
         argv += ["--token-file", str(self.token_file), "--name", name, "--role", role, "--world", world]
         argv += ["--process-index", str(index), "--process-count", str(count), "--threads", threads]
+        argv += ["--transfer-path", self.config.cluster.transfer_path, "--shm-dir", self.config.cluster.shm_dir]
         argv += ["--cache-dir", str(Path(self.config.cluster.compilation_cache).absolute())]
         if devices > 1:
             argv += ["--local-devices", str(devices)]

@@ -1,6 +1,6 @@
 """The data service of one worker: peers pull its objects and slices of its exposed tensors.
 
-Owns the gRPC server of the data road and the count of payload bytes sent. Must not know programs, services or
+Owns the gRPC server of the data road; how slices are read is `slice_server`. Must not know programs, services or
 jax. Called by `main`; reads the store. Every RPC needs the cluster token (`proto.channel`).
 
 `Pull` is a long poll: an object that is not here yet is sent when it is, in whatever order objects become
@@ -18,17 +18,16 @@ from typing import Any, NoReturn
 
 import google_crc32c
 import grpc
-import numpy as np
 
 from waypath.proto import channel as channels
 from waypath.proto import codecs
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import LocalError, ProtocolError, TransferError, WaypathError, trailer
 from waypath.proto.names import object_id
-from waypath.proto.wire import chunks, encode
 from waypath.workers.exposed import ExposedTensor, Exposure
 from waypath.workers.mailbox import Mailbox
 from waypath.workers.puller import received_objects
+from waypath.workers.slice_server import SliceServer
 from waypath.workers.store import ObjectStore
 
 __all__ = ["DataServer", "Expose"]
@@ -50,7 +49,8 @@ class DataServer:
         self._expose = expose
         self._server = channels.aio_server(token)
         self.address = ""
-        self.egress_bytes = 0
+        self.slices = SliceServer()
+        self._sent_bytes = 0  # of objects
         handlers = {
             "Pull": grpc.unary_stream_rpc_method_handler(
                 self._pull,
@@ -61,6 +61,11 @@ class DataServer:
             "PullSlices": grpc.unary_stream_rpc_method_handler(
                 self._pull_slices, request_deserializer=pb.SlicesRequest.FromString
             ),
+            "WriteSlices": grpc.unary_stream_rpc_method_handler(
+                self._write_slices,
+                request_deserializer=pb.WriteRequest.FromString,
+                response_serializer=pb.Written.SerializeToString,
+            ),
             "Push": grpc.stream_unary_rpc_method_handler(
                 self._push,
                 request_deserializer=pb.PullChunk.FromString,
@@ -68,6 +73,11 @@ class DataServer:
             ),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    @property
+    def egress_bytes(self) -> int:
+        """Payload bytes sent since the start."""
+        return self._sent_bytes + self.slices.egress_bytes
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Listen on `address` (host:port, port 0 for a free one); returns host:port. ConfigError if it
@@ -109,7 +119,7 @@ class DataServer:
                     yield pb.PullChunk(header=pb.ObjectHeader(object=name, bundle=header, payload_bytes=bundle.nbytes))
                     for data in codecs.payload(bundle):
                         yield pb.PullChunk(payload=pb.Payload(data=data, crc32c=google_crc32c.value(data)))
-                        self.egress_bytes += len(data)
+                        self._sent_bytes += len(data)
         finally:
             for wait in waits:
                 wait.cancel()
@@ -117,18 +127,18 @@ class DataServer:
     async def _pull_slices(self, request: pb.SlicesRequest, context: Any) -> AsyncIterator[bytes]:
         try:
             async with self._exposure(request) as exposure:
-                for index, wanted in enumerate(request.slices):
-                    pieces = chunks(await find_slice(exposure, wanted))
-                    while True:
-                        with (
-                            exposure.using()
-                        ):  # encoding copies: what a slow reader has not taken yet needs no memory of ours
-                            piece = next(pieces, None)
-                            frame = b"" if piece is None else encode(index, *piece)
-                        if piece is None:
-                            break
+                async with contextlib.aclosing(self.slices.frames(exposure, request.slices)) as frames:
+                    async for frame in frames:
                         yield frame
-                        self.egress_bytes += len(piece[1])
+        except WaypathError as error:
+            await _abort(context, error)
+
+    async def _write_slices(self, request: pb.WriteRequest, context: Any) -> AsyncIterator[pb.Written]:
+        try:
+            async with self._exposure(request.wanted) as exposure:
+                async with contextlib.aclosing(self.slices.write(exposure, request)) as written:
+                    async for message in written:
+                        yield message
         except WaypathError as error:
             await _abort(context, error)
 
@@ -169,27 +179,6 @@ def _about(name: pb.ObjectId, failure: BaseException) -> WaypathError:
         cls = type(failure)
         return cls(failure.message, remedy=failure.remedy, where=where, remote_traceback=failure.remote_traceback)
     return LocalError(f"{type(failure).__name__}: {failure}", where=where)
-
-
-async def find_slice(exposure: Exposure, wanted: pb.Slice) -> np.ndarray[Any, Any]:
-    """The view of a slice, as soon as it has arrived; TransferError where the exposure does not have it."""
-    exposed = exposure.tensors.get(wanted.tensor)
-    if exposed is None:
-        raise TransferError(f"{exposure.name} has no tensor {wanted.tensor}")
-    view = exposed.find(wanted.lower, wanted.upper)
-    if view is None:
-        raise TransferError(f"{exposure.name}: {_not_held(wanted, exposed)}")
-    if exposure.arrivals is not None:
-        await asyncio.wrap_future(exposure.arrivals.arrival(wanted.tensor, wanted.lower, wanted.upper))
-    return view
-
-
-def _not_held(wanted: pb.Slice, exposed: ExposedTensor) -> str:
-    held = [f"{list(lower)} + {list(view.shape)}" for lower, view in exposed.boxes]
-    return (
-        f"{wanted.tensor}{list(exposed.shape)} from {list(wanted.lower)} to {list(wanted.upper)} does not lie in "
-        f"one box held here; boxes (start + shape): {', '.join(held[:8]) or 'none'}"
-    )
 
 
 async def _abort(context: Any, error: WaypathError) -> NoReturn:

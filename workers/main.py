@@ -49,6 +49,7 @@ from waypath.workers.mailbox import Mailbox
 from waypath.workers.peers import Peers
 from waypath.workers.puller import ObjectPuller
 from waypath.workers.runtime import Runtime
+from waypath.workers.segments import SegmentPool
 from waypath.workers.service import ServiceContext, describe, describe_method, find_service, known_services
 from waypath.workers.store import ObjectStore
 from waypath.workers.transfer import Transfer
@@ -85,6 +86,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--services", action="extend", nargs="+", default=[], metavar="MODULE", help="modules of services")
     p.add_argument("--cache-dir", default="", help="JAX's persistent compilation cache")
     p.add_argument("--data-listen", default="127.0.0.1:0", metavar="HOST:PORT")
+    p.add_argument(
+        "--transfer-path", choices=["auto", "shared", "stream"], default="auto", help="how peers here send weights"
+    )
+    p.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"), metavar="FOLDER", help="shared memory for weights")
     p.add_argument("--grace-s", type=float, default=5.0, help="seconds without a controller before it leaves")
     p.add_argument("--log-level", default="INFO")
     return p
@@ -205,12 +210,15 @@ class _Network(threading.Thread):
     async def _serve(self) -> int:
         options = self._options
         loop = asyncio.get_running_loop()
-        store, peers = ObjectStore(), Peers()
-        mailbox = Mailbox()
+        store, mailbox = ObjectStore(), Mailbox()
         server = DataServer(store, self._token, mailbox, self._expose)
+        peers = Peers(server.slices.mappings.forget)
+        pool = None
+        if options.transfer_path != "stream":
+            pool = SegmentPool(options.shm_dir, required=options.transfer_path == "shared")
         address = await server.start(options.data_listen)
         puller = ObjectPuller(options.name, self._token, peers)
-        transfer = Transfer(options.name, self._token, peers, store)
+        transfer = Transfer(options.name, self._token, peers, store, world.host_id(), pool)
         transport = GrpcTransport(options.controller, self._token)
         context = ServiceContext(
             worker=options.name,
@@ -227,6 +235,7 @@ class _Network(threading.Thread):
             mailbox=mailbox,
             jax_has_more=lambda: self._jax_thread.has_more,
             fetch_function=transport.fetch_function,
+            memory=pool,
         )
         process = psutil.Process()
 
@@ -284,7 +293,7 @@ class _Network(threading.Thread):
             devices=() if info is None else info.devices,
             data_addresses=[data_address],
             services=self._services,
-            transfer_paths=["host"],
+            transfer_paths=["host"] if options.transfer_path == "stream" else ["host", "shared"],
             staging="host",
             versions=version.versions() if info is None else version.versions(info.version, info.platform),
         )

@@ -7,7 +7,7 @@ peer. Called by the runtime (`replace`), the object puller and the transfer (`ad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from waypath.proto import worker_pb2 as pb
 from waypath.proto.errors import UnavailableError
@@ -18,7 +18,8 @@ __all__ = ["Peers"]
 class Peers:
     """The live workers, as the controller last told them."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gone: Callable[[str], None] = lambda worker: None) -> None:
+        self.on_gone = on_gone
         self._peers: dict[str, pb.Peer] = {}
         self._changed = asyncio.Event()
 
@@ -26,6 +27,7 @@ class Peers:
         """Take what has changed: workers that are gone, then those that came."""
         for worker in gone:
             self._peers.pop(worker, None)
+            self.on_gone(worker)
         self._peers.update({peer.worker: peer for peer in peers})
         self._changed.set()
         self._changed = asyncio.Event()
@@ -41,6 +43,11 @@ class Peers:
             known = ", ".join(sorted(self._peers)) or "nobody"
             raise UnavailableError(f"worker {worker} is not up; known: {known}")
         return peer.data_addresses[0]
+
+    def host(self, worker: str) -> str:
+        """The machine of `worker`; "" if it is not in the table."""
+        peer = self._peers.get(worker)
+        return "" if peer is None else peer.host_id
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for the next change, at most `timeout_s`."""

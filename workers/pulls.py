@@ -1,6 +1,6 @@
-"""How slices travel from one source: a gRPC stream of chunks, or this worker's own exposures.
+"""How slices travel from one source: a gRPC stream of chunks, shared memory that the source writes to, or this worker's own exposures.
 
-Owns the receiving end of `Data.PullSlices`. Must not know why a slice is asked of this source. Called by the transfer, in threads.
+Owns the receiving end of `Data.PullSlices` and `Data.WriteSlices`. Must not know why a slice is asked of this source. Called by the transfer, in threads.
 A chunk is verified and written to its place once; memory in flight is a few chunks a source.
 """
 
@@ -19,13 +19,17 @@ import numpy as np
 
 from waypath.proto import channel as channels
 from waypath.proto import data_pb2 as pb
-from waypath.proto.errors import TransferError, WaypathError, from_rpc_error
+from waypath.proto.errors import NotFoundError, TransferError, WaypathError, from_rpc_error
 from waypath.proto.wire import chunks, decode, fill
 from waypath.workers.exposed import ExposureTable
+from waypath.workers.segments import Segment
 
 PULL_SLICES = "/waypath.v1.Data/PullSlices"
+WRITE_SLICES = "/waypath.v1.Data/WriteSlices"
 
 HostArray = np.ndarray[Any, Any]
+Place = tuple[Segment, int]
+"""Where a part goes in shared memory: offset in the segment's file."""
 
 
 @dataclass
@@ -99,11 +103,13 @@ class Pull:
         self.landed(part.tensor, part.lower, part.upper)
 
 
+class NotSharedError(TransferError):
+    """The source cannot write to this process's memory; nothing was sent."""
+
+
 def receive(pull: Pull, source: str, address: str, parts: Sequence[Part], relayed: bool, stop: Stop) -> int:
     """Fetches parts from `source` on a stream; returns the payload bytes. TransferError names the part that failed."""
-    request = pb.SlicesRequest(name=pull.name, puller=pull.puller, object=pull.of_object, relayed=relayed)
-    for part in parts:
-        request.slices.add(tensor=part.tensor, lower=part.lower, upper=part.upper)
+    request = _request(pull, parts, relayed)
     cursor = _Cursor(parts, pull.complete)
     try:
         with channels.channel(address) as channel:
@@ -123,6 +129,54 @@ def receive(pull: Pull, source: str, address: str, parts: Sequence[Part], relaye
     except WaypathError as error:
         raise failed(pull.name, cursor.part, source, error) from error
     return cursor.received
+
+
+def have_written(
+    pull: Pull, source: str, address: str, parts: Sequence[Part], relayed: bool, stop: Stop, places: Sequence[Place]
+) -> int:
+    """Lets `source` write parts to their places in one segment of this process; returns the payload bytes.
+
+    NotSharedError where it cannot reach the segment, TransferError naming the part at which it ended. The segment is tainted unless
+    the source has said that all is done.
+    """
+    segment = places[0][0]
+    opened, done = False, 0
+    target = pb.Segment(pid=segment.pid, fd=segment.fd, nonce=segment.nonce, bytes=segment.size)
+    request = pb.WriteRequest(wanted=_request(pull, parts, relayed), segment=target)
+    for part, (_, offset) in zip(parts, places, strict=True):
+        request.targets.add(dtype=part.target.dtype.name, offset=offset, strides=part.target.strides)
+    segment.writer_begins()
+    try:
+        with channels.channel(address) as channel:
+            call = channel.unary_stream(WRITE_SLICES, pb.WriteRequest.SerializeToString, pb.Written.FromString)
+            messages = call(request, timeout=max(0.1, pull.deadline - time.monotonic()), metadata=pull.metadata)
+            with stop.cancels(messages.cancel):
+                for message in messages:
+                    stop.heard, opened = time.monotonic(), True
+                    for part in parts[done : message.slices]:
+                        pull.complete(part)
+                    done = max(done, message.slices)
+        if done < len(parts):
+            raise TransferError("the source ended before this slice was written")
+    except grpc.RpcError as error:
+        cause: WaypathError = from_rpc_error(error, f"{source} at {address} writes")
+        if stop.reason:
+            cause = TransferError(stop.reason)
+        elif not opened and isinstance(cause, NotFoundError):
+            segment.writer_is_done()
+            raise NotSharedError(str(cause)) from error
+        raise failed(pull.name, parts[min(done, len(parts) - 1)], source, cause) from error
+    except TransferError as error:
+        raise failed(pull.name, parts[done], source, error) from error
+    segment.writer_is_done()
+    return sum(part.target.nbytes for part in parts)
+
+
+def _request(pull: Pull, parts: Sequence[Part], relayed: bool) -> pb.SlicesRequest:
+    request = pb.SlicesRequest(name=pull.name, puller=pull.puller, object=pull.of_object, relayed=relayed)
+    for part in parts:
+        request.slices.add(tensor=part.tensor, lower=part.lower, upper=part.upper)
+    return request
 
 
 def take_own(pull: Pull, parts: Sequence[Part], exposures: ExposureTable) -> int:

@@ -41,6 +41,7 @@ from waypath.workers.options import options_of
 if TYPE_CHECKING:
     from waypath.proto.codecs import Bundle
     from waypath.workers.mailbox import Mailbox
+    from waypath.workers.segments import Memory
     from waypath.workers.store import ObjectStore
     from waypath.workers.transfer import Transfer
 
@@ -128,6 +129,7 @@ class ServiceContext:
     the network thread's asyncio loop. `submit_jax` queues a function on the one JAX thread, behind what is
     queued there; a worker without jax raises RuntimeError. `world` is the coordination id ("" without one). `mailbox`: what
     clients push here. `jax_has_more()` tells whether work is queued behind what the JAX thread runs now. `fetch_function(digest)` streams the bytes of an uploaded function from the controller.
+    `memory`: where buffers that peers send to should lie (None: on the heap).
     """
 
     worker: str
@@ -144,6 +146,7 @@ class ServiceContext:
     mailbox: Mailbox = field(default_factory=_mailbox)
     jax_has_more: Callable[[], bool] = lambda: True
     fetch_function: Callable[[str], AsyncIterator[bytes]] = _no_functions
+    memory: Memory | None = None
 
 
 @dataclass

@@ -4,6 +4,8 @@ Owns the receiving side: which worker each slice is asked of, what happens when 
 is `pulls`. Must not know models, versions, plans or jax. Called by services through `ServiceContext.transfer`:
 `stats = await transfer.pull_slices("policy/7", copies, write)`.
 
+A source on the same machine writes straight into this process's shared memory, where the destinations lie in it. Others send over TCP.
+
 All sources are read at once, each in a thread of its own: receiving in threads moved 1.5 to 2 times the bytes per second of an
 asyncio receiver, and CRC32C and copies of large arrays leave the network loop alone.
 
@@ -27,7 +29,8 @@ import numpy as np
 from waypath.proto import channel as channels
 from waypath.proto.errors import TransferError, WaypathError
 from waypath.workers.peers import Peers
-from waypath.workers.pulls import Part, Pull, Stop, failed, receive, take_own
+from waypath.workers.pulls import NotSharedError, Part, Place, Pull, Stop, failed, have_written, receive, take_own
+from waypath.workers.segments import SegmentPool
 from waypath.workers.store import ObjectStore
 
 __all__ = ["PullStats", "Transfer", "Write"]
@@ -57,8 +60,13 @@ class PullStats:
 class Transfer:
     """Receives tensor slices. One per worker; pulls may overlap."""
 
-    def __init__(self, worker: str, token: str, peers: Peers, store: ObjectStore) -> None:
+    def __init__(
+        self, worker: str, token: str, peers: Peers, store: ObjectStore, host: str = "", pool: SegmentPool | None = None
+    ) -> None:
         self._worker = worker
+        self._host = host
+        self._pool = pool
+        self._not_shared: dict[str, str] = {}  # data address → why it cannot write to this process's memory
         self._metadata = channels.metadata(token)
         self._peers = peers
         self._store = store
@@ -138,13 +146,28 @@ class Transfer:
         return received
 
     async def _once(self, pull: Pull, source: str, relayed: bool, parts: Sequence[Part]) -> int:
-        """Parts from one source; returns the bytes. The thread that writes them has ended when this returns or raises."""
+        """Parts from one source, through shared memory if it can; returns the bytes.
+
+        The thread that writes them has ended when this returns or raises.
+        """
+        try:
+            return await self._try(pull, source, relayed, parts)
+        except NotSharedError as error:
+            self._not_shared[self._peers.address(source)] = str(error)
+            log.warning("%s is on this machine but sends over TCP: %s", source, error)
+            return await self._try(pull, source, relayed, parts)
+
+    async def _try(self, pull: Pull, source: str, relayed: bool, parts: Sequence[Part]) -> int:
         stop = Stop(pull.stop)
         if source == self._worker and not pull.of_object:
             future = self._threads.submit(take_own, pull, parts, self._store.exposures)
         else:
             address = self._address(pull, source, parts[0])
-            future = self._threads.submit(receive, pull, source, address, parts, relayed, stop)
+            places = self._places(source, parts, pull.of_object)
+            if places:
+                future = self._threads.submit(have_written, pull, source, address, parts, relayed, stop, places)
+            else:
+                future = self._threads.submit(receive, pull, source, address, parts, relayed, stop)
         waited = asyncio.wrap_future(future)
         try:
             while not (await asyncio.wait([waited], timeout=RELAY_STALL_S / 4 if relayed else None))[0]:
@@ -155,6 +178,27 @@ class Transfer:
             if not future.done():
                 stop.set()
                 await asyncio.shield(asyncio.wait([asyncio.wrap_future(future)]))
+
+    def _places(self, source: str, parts: Sequence[Part], of_object: bool) -> list[Place]:
+        """Where in one segment of this process the parts go, if `source` may write to it; else nothing."""
+        if self._pool is None or of_object or not self._host or self._peers.host(source) != self._host:
+            return []
+        if self._peers.address(source) in self._not_shared:
+            return []
+        places = [self._pool.locate(part.target) for part in parts]
+        found = [place for place in places if place is not None and place[0] is (places[0] or (None,))[0]]
+        return found if len(found) == len(parts) else []
+
+    def path(self, source: str) -> str:
+        """How bytes come from a worker, and why."""
+        if source == self._worker:
+            return "own memory"
+        if self._pool is None:
+            return "stream: shared memory is off"
+        if not self._host or self._peers.host(source) != self._host:
+            return "stream: on another machine"
+        why = self._not_shared.get(self._peers.address(source))
+        return "shared" if why is None else f"stream: {why}"
 
     def _address(self, pull: Pull, source: str, part: Part) -> str:
         try:

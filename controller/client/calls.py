@@ -187,7 +187,7 @@ class Function(SliceCall):
         slice_: Slice,
         in_specs: Any,
         out_specs: Any,
-        donate: Sequence[int],
+        donate: Sequence[int] | int,
         name: str,
         debug_nans: bool,
         deadline_s: float,
@@ -257,7 +257,7 @@ class RegisteredFunction(SliceCall):
         gives: Any,
         in_specs: Any,
         out_specs: Any,
-        donate: Sequence[int],
+        donate: Sequence[int] | int,
         deadline_s: float,
     ) -> None:
         from waypath.controller.client import tracing

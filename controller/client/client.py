@@ -243,7 +243,7 @@ class Client:
         slice: Slice,
         in_specs: Any = None,
         out_specs: Any = None,
-        donate: Sequence[int] = (),
+        donate: Sequence[int] | int = (),
         *,
         name: str = "",
         debug_nans: bool = False,
@@ -264,7 +264,7 @@ class Client:
         gives: Any,
         in_specs: Any = AS_IT_IS,
         out_specs: Any = None,
-        donate: Sequence[int] = (),
+        donate: Sequence[int] | int = (),
         *,
         deadline_s: float = CALL_DEADLINE_S,
     ) -> RegisteredFunction:

@@ -91,7 +91,6 @@ async def started(made: Cluster, world: str, deadline_s: float) -> tuple[dict[st
         (2,),
         "cpu",
         "f",
-        list,
     )
 
     made.controller.functions[exported.digest] = exported.data

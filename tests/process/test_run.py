@@ -43,6 +43,7 @@ def test_a_run_ends_with_everything_written(cluster: Cluster, first: waypath.Run
     for line in lines:
         assert set(TRAINER_KEYS) <= line.keys()
         assert line["publish_bytes"] == line["publish_bytes_lower_bound"] > 0
+        assert 2 * line["egress_bytes"] == line["publish_bytes"]  # two replicas; the trainer sends one copy
         assert line["logprob_diff_max"] < 1e-4
         assert (line["staleness_max"], line["policy_version"]) == (0, line["step"] + 1)
         assert line["trained_rows"] > 0 and line["grad_norm"] > 0

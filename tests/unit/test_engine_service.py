@@ -90,6 +90,9 @@ class FakeTransfer:
             total += target.nbytes
         return PullStats(total, 0.1, {"trainer-0": total})
 
+    def path(self, source: str) -> str:
+        return "shared"
+
 
 @dataclass
 class Replica:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from waypath.proto.errors import LocalError, TransferError
-from waypath.workers.engines.weights import WeightStore, aligned_empty
+from waypath.workers.engines.weights import WeightStore
 from waypath.workers.models.config import ModelConfig
-from waypath.workers.models.views import views
+from waypath.workers.models.views import leaf_at, views
 
 MODEL = ModelConfig(
     vocab_size=5, hidden_size=4, intermediate_size=6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2
@@ -37,9 +37,33 @@ def _leaves(store: WeightStore) -> list[jax.Array]:
     return leaves
 
 
-def test_buffers_are_aligned() -> None:
-    for shape in [(1,), (3, 5), ()]:
-        assert aligned_empty(shape, np.dtype("float32")).ctypes.data % 64 == 0
+def test_every_leaf_is_aligned_and_a_device_aliases_it() -> None:
+    store = _store()
+    store.begin(0)
+    before = {name: view.ctypes.data for name, view in store.shadow().items()}
+    leaf_starts = [leaf.ctypes.data for leaf in store._shadow.leaves.values()]
+    assert all(start % 64 == 0 for start in leaf_starts)
+    for view in views(MODEL):
+        store.view(view.name, (0,) * len(view.shape), view.shape)[...] = 1.0
+    store.seal(lambda params: None)
+    store.commit(0)
+    assert store.params is not None
+    for view in views(MODEL):
+        leaf = leaf_at(store.params, view.path)
+        here = leaf.unsafe_buffer_pointer() + (0 if view.index is None else view.index * leaf[0].nbytes)
+        assert here == before[view.name]
+
+
+def test_memory_that_a_peer_may_still_write_to_is_replaced_before_another_version() -> None:
+    store = _store()
+    store.begin(0)
+    late = next(iter(store.shadow().values()))
+    store._shadow.buffer.writer_begins()
+    store.abort()
+    store.begin(1)
+    names = list(store.shadow())
+    assert not np.shares_memory(late, store.shadow()[names[0]])
+    assert not store._shadow.buffer.tainted
 
 
 def test_a_layer_lands_in_its_place_of_the_stacked_leaf() -> None:

@@ -37,9 +37,7 @@ AXES = ("a", "b", "c")
 
 def exported(fun: Any, count: int = 1) -> bytes:
     """A function of `count` arrays of four numbers, as a client exports it."""
-    return tracing.export_function(
-        fun, [(AVAL, jax.tree.structure(0))] * count, None, ("x",), (1,), "cpu", "f", list
-    ).data
+    return tracing.export_function(fun, [(AVAL, jax.tree.structure(0))] * count, None, ("x",), (1,), "cpu", "f").data
 
 
 def library(*functions: bytes, damage: bool = False) -> tuple[Library, list[str]]:

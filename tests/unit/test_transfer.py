@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from waypath.proto import wire
+from waypath.proto import data_pb2, wire
 from waypath.proto import worker_pb2 as pb
-from waypath.proto.errors import TransferError, UserError
+from waypath.proto.errors import ConfigError, TransferError, UserError
+from waypath.workers import pulls
 from waypath.workers.data_server import DataServer
 from waypath.workers.exposed import Arrivals, ExposedTensor
 from waypath.workers.peers import Peers
+from waypath.workers.segments import Buffer, Segment, SegmentPool
 from waypath.workers.store import ObjectStore
 from waypath.workers.transfer import Transfer
 
@@ -26,14 +32,18 @@ WHOLE = np.arange(40 * 30, dtype=np.float32).reshape(40, 30)
 
 
 @asynccontextmanager
-async def cluster(*workers: str, token: str = TOKEN) -> AsyncIterator[tuple[Transfer, dict[str, ObjectStore], Peers]]:
+async def cluster(
+    *workers: str, token: str = TOKEN, pool: SegmentPool | None = None
+) -> AsyncIterator[tuple[Transfer, dict[str, ObjectStore], Peers]]:
     """A transfer of worker "me", the stores of `workers` behind data servers, and me's peer table."""
     stores = {worker: ObjectStore() for worker in workers}
     servers = {worker: DataServer(store, TOKEN) for worker, store in stores.items()}
     peers = Peers()
-    peers.update([pb.Peer(worker=w, data_addresses=[await server.start()]) for w, server in servers.items()])
+    peers.update(
+        [pb.Peer(worker=w, data_addresses=[await server.start()], host_id="here") for w, server in servers.items()]
+    )
     mine = ObjectStore()
-    transfer = Transfer("me", token, peers, mine)
+    transfer = Transfer("me", token, peers, mine, "here", pool)
     try:
         yield transfer, stores | {"me": mine}, peers
     finally:
@@ -277,3 +287,122 @@ def test_a_reader_that_does_not_go_on_is_cut_off() -> None:
                 await pulled
 
     run(main())
+
+
+def shared(pool: SegmentPool, shape: tuple[int, ...] = (40, 30)) -> tuple[Segment, np.ndarray[Any, Any]]:
+    """Zeros in shared memory, 64 bytes behind the segment's start."""
+    buffer = pool.allocate(64 + 4 * math.prod(shape))
+    assert isinstance(buffer, Segment)
+    target = buffer.array[64:].view(np.float32).reshape(shape)
+    target[...] = 0
+    return buffer, target
+
+
+def test_a_source_on_this_machine_writes_to_shared_memory() -> None:
+    async def main() -> None:
+        pool = SegmentPool(Path("/dev/shm"), required=True)
+        async with cluster("a", "b", pool=pool) as (transfer, stores, _):
+            segment, target = shared(pool)
+            for store in stores.values():
+                store.exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            landed: list[tuple[int, ...]] = []
+            copies = [
+                copy("w", "a", [0, 0], [20, 10]),
+                copy("w", "a", [0, 10], [20, 30]),
+                copy("w", "a", [3, 3], [3, 9]),
+            ]
+            copies += [copy("w", "b", [20, 0], [40, 30])]
+            stats = await transfer.pull_slices("p", copies, into(target), landed=lambda _, low, __: landed.append(low))
+            np.testing.assert_array_equal(target, WHOLE)
+            assert stats.by_source == {"a": WHOLE.nbytes // 2, "b": WHOLE.nbytes // 2}
+            assert sorted(landed) == [(0, 0), (0, 10), (3, 3), (20, 0)]
+            assert (transfer.path("a"), segment.tainted) == ("shared", False)
+            heap = np.zeros_like(WHOLE)  # what does not lie in a segment comes on a stream
+            await transfer.pull_slices("p", copies, into(heap))
+            np.testing.assert_array_equal(heap, WHOLE)
+            pool.free(segment)
+            assert pool.locate(target) is None
+
+    run(main())
+
+
+def test_a_segment_that_cannot_be_reached_is_sent_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        pool = SegmentPool(Path("/dev/shm"))
+        async with cluster("a", pool=pool) as (transfer, stores, _):
+            segment, target = shared(pool)
+            stores["a"].exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            segment.nonce = bytes(16)  # as if that number were another process's
+            for _ in range(2):
+                stats = await transfer.pull_slices("p", [copy("w", "a", [0, 0], [40, 30])], into(target))
+                np.testing.assert_array_equal(target, WHOLE)
+                assert stats.bytes == WHOLE.nbytes and not segment.tainted
+            assert "is not the segment that was meant" in transfer.path("a")
+            assert [r.levelname for r in caplog.records if "sends over TCP" in r.message] == ["WARNING"]
+
+    run(main())
+
+
+def test_a_writer_that_did_not_say_it_is_done_taints_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waypath.workers.transfer.RELAY_STALL_S", 0.2)
+
+    async def main() -> None:
+        pool = SegmentPool(Path("/dev/shm"), required=True)
+        async with cluster("peer", "holder", pool=pool) as (transfer, stores, _):
+            segment, target = shared(pool)
+            tensors = {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])}
+            stores["peer"].exposures.expose("p", tensors, Arrivals())  # nothing ever arrives there
+            stores["holder"].exposures.expose("p", tensors)
+            copies = [relay("w", "peer", "holder", [0, 0], [40, 30])]
+            stats = await transfer.pull_slices("p", copies, into(target), timeout_s=20)
+            np.testing.assert_array_equal(target, WHOLE)
+            assert stats.by_source == {"holder": WHOLE.nbytes} and segment.tainted
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.__setattr__("offset", 0), "do not lie in a segment"),
+        (lambda t: t.__setattr__("offset", 1 << 40), "do not lie in a segment"),
+        (lambda t: t.strides.__setitem__(0, 1 << 20), "do not lie in a segment"),
+        (lambda t: t.strides.__setitem__(1, -4), "is no array in a segment"),
+        (lambda t: t.strides.append(4), "is no array in a segment"),
+        (lambda t: t.__setattr__("dtype", "int32"), "is float32, a target of int32 was given"),
+    ],
+)
+def test_a_target_outside_its_segment_is_refused(
+    change: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        pool = SegmentPool(Path("/dev/shm"), required=True)
+        async with cluster("a", pool=pool) as (transfer, stores, _):
+            _, target = shared(pool)
+            stores["a"].exposures.expose("p", {"w": ExposedTensor((40, 30), "float32", [((0, 0), WHOLE)])})
+            serialize = data_pb2.WriteRequest.SerializeToString
+
+            def wrong(request: Any) -> bytes:
+                change(request.targets[0])
+                return bytes(serialize(request))
+
+            monkeypatch.setattr(pulls.pb.WriteRequest, "SerializeToString", wrong)
+            with pytest.raises(TransferError, match=words):
+                await transfer.pull_slices("p", [copy("w", "a", [0, 0], [40, 30])], into(target))
+            assert not target.any()
+
+    run(main())
+
+
+def test_a_full_folder_is_said_before_anything_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"cannot reserve 5,096 bytes of shared memory in .* bytes are free"):
+        SegmentPool(Path("/dev/shm"), required=True).allocate(1000)
+    buffer = SegmentPool(Path("/dev/shm")).allocate(1000)
+    assert type(buffer) is Buffer and buffer.array.nbytes == 1000
+    assert "peers will send over TCP" in caplog.text

@@ -40,6 +40,7 @@ from waypath.workers.engines.sampling import seed_key
 from waypath.workers.engines.shape import EngineShape
 from waypath.workers.engines.weights import Params, WeightStore
 from waypath.workers.models.config import ModelConfig
+from waypath.workers.segments import Memory
 
 __all__ = ["JaxEngine"]
 
@@ -105,7 +106,12 @@ class JaxEngine:
     staging: Staging = "device"
 
     def __init__(
-        self, config: ModelConfig, shape: EngineShape, digest: Digester, device: jax.Device | None = None
+        self,
+        config: ModelConfig,
+        shape: EngineShape,
+        digest: Digester,
+        device: jax.Device | None = None,
+        memory: Memory | None = None,
     ) -> None:
         if list(shape.prompt_buckets) != sorted(set(shape.prompt_buckets)):
             raise UserError(f"inference.prompt_buckets = {list(shape.prompt_buckets)}: expected ascending lengths")
@@ -117,7 +123,7 @@ class JaxEngine:
             )
         self._config, self._shape, self._digest = config, shape, digest
         device = device if device is not None else jax.local_devices()[0]
-        self._weights = WeightStore(config, device)
+        self._weights = WeightStore(config, device, memory=memory)
         self._lanes = {bucket: _Lane(config, shape, bucket, device) for bucket in shape.prompt_buckets}
         self._groups: dict[int, _Group] = {}
         self._next_handle = 0
@@ -204,6 +210,11 @@ class JaxEngine:
         self._steps[plan.kind] += 1
         self._seconds += time.perf_counter() - started
         return finished
+
+    def close(self) -> None:
+        """Give the weights' memory back; see EngineProtocol."""
+        self.reset()
+        self._weights.close()
 
     def begin(self, version: int) -> None:
         """Open the shadow weights; see EngineProtocol."""

@@ -142,6 +142,10 @@ class EngineProtocol(Protocol):
         """Drop every group and all cached state (after a failed step); weights stay."""
         ...
 
+    def close(self) -> None:
+        """Drop everything and give the weights' memory back; nothing may be called afterwards."""
+        ...
+
     def begin(self, version: int) -> None:
         """Open the shadow weights for ``version``. LocalError if they are in use or the version is not newer."""
         ...

@@ -84,7 +84,7 @@ class RolloutService:
         check_memory("inference", memory, config.inference.memory_limit_bytes)
         call.activity(f"compiling the engine for {shape.slots} slots, prompt buckets {list(shape.prompt_buckets)}")
         with call.span("compile"):
-            engine = JaxEngine(model, shape, digest_weights, jax.local_devices()[0])
+            engine = JaxEngine(model, shape, digest_weights, jax.local_devices()[0], self._context.memory)
         context = self._context
         self._run = _Opened(
             config=config,
@@ -189,7 +189,10 @@ class RolloutService:
                 )
                 await run.driver.on_engine(run.engine.abort)
             run.staging, run.gate.staged = False, version if verified else None
-        call.report(publish_bytes=sources.total(), sources=dict(sources), seconds=stats.seconds, verified=verified)
+        paths = {source: self._context.transfer.path(source) for source in sources}
+        call.report(
+            publish_bytes=sources.total(), sources=dict(sources), paths=paths, seconds=stats.seconds, verified=verified
+        )
         if mismatch:
             call.report(mismatch=mismatch)
 
@@ -247,6 +250,7 @@ class RolloutService:
         """Forget the run. A `prompt` that still blocks is left behind on its thread."""
         if self._run is not None:
             self._run.relays.close()
+            self._run.engine.close()
             self._run.prompt_thread.shutdown(wait=False, cancel_futures=True)
             self._run = None
 

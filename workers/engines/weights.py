@@ -24,20 +24,11 @@ import numpy as np
 from waypath.proto.errors import LocalError, TransferError
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.views import View, leaves, views
-
-ALIGNMENT_BYTES = 64
+from waypath.workers.segments import ALIGNMENT_BYTES, Heap, Memory
 
 Array = np.ndarray[Any, Any]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 Params = dict[str, Any]
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array whose first byte lies on a multiple of 64, so that a CPU device can alias it."""
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 class Coverage:
@@ -86,9 +77,34 @@ def _overlap(one: Box, two: Box) -> bool:
 class _Set:
     """One set of buffers, and the device arrays over them while there are any."""
 
-    def __init__(self, config: ModelConfig, dtype: np.dtype[Any]) -> None:
-        self.leaves = {leaf.path: aligned_empty(leaf.shape, dtype) for leaf in leaves(config)}
+    def __init__(self, config: ModelConfig, dtype: np.dtype[Any], memory: Memory) -> None:
+        self._config, self._dtype, self._memory = config, dtype, memory
         self.arrays: list[jax.Array] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """All leaves in one buffer, each at a multiple of 64 bytes, so that a CPU device can alias it."""
+        starts, size = {}, 0
+        for leaf in leaves(self._config):
+            starts[leaf.path] = size
+            size += -(-math.prod(leaf.shape) * self._dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.buffer = self._memory.allocate(size)
+        self.leaves = {
+            leaf.path: self.buffer.array[start : start + math.prod(leaf.shape) * self._dtype.itemsize]
+            .view(self._dtype)
+            .reshape(leaf.shape)
+            for leaf, start in zip(leaves(self._config), starts.values(), strict=True)
+        }
+
+    def free(self) -> None:
+        """The buffer is needed no more."""
+        self._memory.free(self.buffer)
+
+    def renew_if_tainted(self) -> None:
+        """Takes other memory where a peer may still write to this."""
+        if self.buffer.tainted:
+            self._memory.free(self.buffer)
+            self._allocate()
 
     def put(self, device: jax.Device) -> Params:
         """The parameter dict over these buffers; on CPU it aliases them."""
@@ -114,10 +130,13 @@ class _Set:
 class WeightStore:
     """The serving parameters and the shadow set. See EngineProtocol for the order of calls and the errors."""
 
-    def __init__(self, config: ModelConfig, device: jax.Device, dtype: str = "float32") -> None:
+    def __init__(
+        self, config: ModelConfig, device: jax.Device, dtype: str = "float32", memory: Memory | None = None
+    ) -> None:
+        memory = memory or Heap()
         self._device = device
         self._views = {view.name: view for view in views(config)}
-        self._sets = (_Set(config, np.dtype(dtype)), _Set(config, np.dtype(dtype)))
+        self._sets = (_Set(config, np.dtype(dtype), memory), _Set(config, np.dtype(dtype), memory))
         self._live = 0  # index of the set that serves, once there is a version
         self._staged: Params | None = None
         self._coverage: Coverage | None = None
@@ -140,6 +159,7 @@ class WeightStore:
         if self.version is not None and version <= self.version:
             raise LocalError(f"cannot stage policy version {version}: version {self.version} serves already")
         self._shadow.release()
+        self._shadow.renew_if_tainted()
         self._coverage = Coverage(self._views.values())
         self.staging_version = version
 
@@ -170,6 +190,13 @@ class WeightStore:
         self._coverage = None
         self._staged = self._shadow.put(self._device)
         return digest(self._staged)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.abort()
+        for one in self._sets:
+            one.release()
+            one.free()
 
     def commit(self, version: int) -> None:
         """Swaps the sealed set in and deletes the arrays over the old one."""
