@@ -28,7 +28,7 @@ from waypath.tools.follow import FALLBACK_STOP_S, Interrupts, follow, recorded_c
 from waypath.tools.launch import InterruptedStart, LocalCluster, find_cluster
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-BENCHES = ("dispatch", "grpo", "scale")
+BENCHES = ("dispatch", "grpo", "scale", "transfer")
 ENDED = ("done", "failed", "cancelled", "interrupted")
 
 

@@ -27,7 +27,7 @@ from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import Params
 from waypath.workers.models.views import leaf_at, leaves, views
 
-__all__ = ["digest_box", "digest_weights"]
+__all__ = ["digest_arrays", "digest_box", "digest_weights"]
 
 Digest = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -59,6 +59,15 @@ def digest_weights(config: ModelConfig, params: Params) -> dict[str, Digest]:
             totals[i][first : first + len(part)] += np.asarray(part)
     position = {leaf.path: i for i, leaf in enumerate(table)}
     return {view.name: totals[position[view.path]][view.index or 0] for view in views(config)}
+
+
+def digest_arrays(
+    arrays: Sequence[jax.Array], lowers: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]
+) -> list[Digest]:
+    """uint32 [2] of each array: what the box at `lower` of a tensor of `shape` contributes, on the device. Blocks."""
+    starts = [np.array(lower, np.uint32) for lower in lowers]
+    found = _digest_shards(list(arrays), starts, tuple(map(tuple, shapes)), (False,) * len(arrays))
+    return [np.asarray(part)[0] for part in found]
 
 
 def digest_box(box: np.ndarray[Any, Any], lower: Sequence[int], shape: Sequence[int]) -> Digest:
