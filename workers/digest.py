@@ -122,21 +122,21 @@ def _digest_shards(
             starts = starts + along * jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
         columns = jnp.arange(inner[-1], dtype=jnp.uint32) + (origin[-1] if shape else jnp.uint32(0))
         rows = local.reshape(local.shape[0], math.prod(inner[:-1]), inner[-1])
-        found.append(jax.lax.map(partial(_digest_rows, starts=starts.reshape(-1), columns=columns), rows))
+        index = starts.reshape(1, -1, 1) + columns
+        mixed = [_mix(rows, index, *(jnp.uint32(constant) for constant in constants)) for constants in _LANES]
+        found.append(jnp.stack(_sums(mixed), axis=-1))
     return found
 
 
-def _digest_rows(rows: jax.Array, starts: jax.Array, columns: jax.Array) -> jax.Array:
-    """uint32 [2] of one tensor's box, uint32 [R, C]; element (r, c) has the index starts[r] + columns[c].
+def _sums(lanes: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """uint32 [L] of each lane, uint32 [L, R, C].
 
-    A loop over rows, with the columns in vector registers: XLA:CPU does not vectorise a reduction of the whole box.
+    One reduction with several operands: XLA:CPU vectorises it and mixes in the same pass over memory; it does neither with a
+    reduction for each lane.
     """
 
-    def add(row: jax.Array, lanes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        index = starts[row] + columns
-        mixed = (_mix(rows[row], index, *(jnp.uint32(constant) for constant in constants)) for constants in _LANES)
-        return tuple(lane + part for lane, part in zip(lanes, mixed, strict=True))
+    def add(sums: Sequence[jax.Array], parts: Sequence[jax.Array]) -> list[jax.Array]:
+        return [total + part for total, part in zip(sums, parts, strict=True)]
 
-    zero = jnp.zeros(columns.shape, jnp.uint32)
-    lanes = jax.lax.fori_loop(0, rows.shape[0], add, (zero,) * len(_LANES))
-    return jnp.stack([jnp.sum(lane, dtype=jnp.uint32) for lane in lanes])
+    found: Sequence[jax.Array] = jax.lax.reduce(list(lanes), [np.uint32(0)] * len(lanes), add, (1, 2))
+    return found
