@@ -212,6 +212,12 @@ class InferenceSection(Section):
     memory_limit_bytes: NonNegativeInt = 0
 
 
+class PublishSection(Section):
+    """How a policy version reaches the replicas. Where none verifies it is staged again, `attempts` times in all."""
+
+    attempts: PositiveInt = 2
+
+
 class RewardSection(Section):
     """How rewards are computed. `function` (module:attribute) replaces the task's own.
 
@@ -280,6 +286,7 @@ class RunConfig(Section):
     compute: ComputeSection = ComputeSection()
     trainer: TrainerSection = TrainerSection()
     inference: InferenceSection = InferenceSection()
+    publish: PublishSection = PublishSection()
     reward: RewardSection = RewardSection()
     storage: StorageSection = StorageSection()
     evaluation: EvaluationSection = EvaluationSection()

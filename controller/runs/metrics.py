@@ -32,7 +32,10 @@ TRAINER_KEYS = (
 
 @dataclass(frozen=True)
 class Publication:
-    """What a publication cost: payload bytes counted by the receivers, the planner's bound, and who took part."""
+    """What a publication cost and how it ended: payload bytes counted by the receivers, the planner's bound, who took part.
+
+    `outcome`: COMMITTED or PARTIAL (replicas were left out); `attempts` − 1 times it was ABORTED before that.
+    """
 
     version: int
     bytes: int
@@ -40,6 +43,7 @@ class Publication:
     egress_bytes: int
     stall_s: float
     outcome: str
+    attempts: int
     replicas: tuple[str, ...]
 
 
@@ -63,6 +67,8 @@ def line(
     values["publish_bytes"] = publication.bytes
     values["publish_bytes_lower_bound"] = publication.lower_bound_bytes
     values["egress_bytes"] = publication.egress_bytes
+    values["publish_outcome"] = publication.outcome
+    values["publish_attempts"] = publication.attempts
     values["optimizer_step"] = trained.get("optimizer_step")
     values["trained_rows"] = trained.get("trained_rows")
     values["overhead_s"] = max(0.0, step_s - union_s(s for found in phases.values() for s in found))

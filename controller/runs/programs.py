@@ -8,6 +8,7 @@ execution, so a program is installed once and executed by id. Must not know: soc
     publish    expose → stage_<replica>, one per replica; replicas pull from each other too
     join       expose → stage_<replica>, for one that comes late
     commit     commit_<replica>
+    abort      abort_<replica>
 """
 
 from __future__ import annotations
@@ -180,6 +181,21 @@ def commit(config: RunConfig, replicas: Sequence[str]) -> Program:
             deadline_s=config.deadlines.publish_s + _generate_s(config),
             on_worker_lost="drop",
             node_id=f"commit_{replica}",
+        )
+    return builder.build()
+
+
+def abort(config: RunConfig, replicas: Sequence[str]) -> Program:
+    """Lets `replicas` drop what they have staged; drops one that fails. Argument: version."""
+    builder = ProgramBuilder("abort")
+    for replica in replicas:
+        builder.call(
+            "rollout",
+            "abort",
+            on=Slice(replica),
+            deadline_s=config.deadlines.publish_s,
+            on_worker_lost="drop",
+            node_id=f"abort_{replica}",
         )
     return builder.build()
 

@@ -4,7 +4,8 @@ Owns which replicas are open, what they hold, and the version that is committed.
 and verify them; the decision is journaled before the commit is sent. Must not know: sockets, tensors, how a step trains.
 
 A replica that is lost while it stages or commits is left out; one that fails, or whose staged weights do not verify, is
-fenced (told to leave, so that its supervisor starts it anew). Either way the others go on (PARTIAL). The trainer sends each
+fenced (told to leave, so that its supervisor starts it anew). Either way the others go on (PARTIAL). Where none verifies
+(ABORTED), all drop what they staged and go on serving, and the version is staged again a few times. The trainer sends each
 byte once, and replicas pass it on. A replica that joins pulls the committed version from the replicas that serve it; where
 there are none, from what the trainer still exposes: while the trainer steps there is nothing, and it waits for the next one.
 
@@ -143,22 +144,50 @@ class Publisher:
     async def finish(self, begun: Begun) -> Publication:
         """Waits for the staging, decides, journals the decision, commits, and declares ready who committed.
 
-        Raises TransferError where a replica failed or did not verify and none is left.
+        Where no replica verifies the publication is ABORTED: all drop what is staged, the version before serves on, and it is
+        tried again, `publish.attempts` times in all. Raises TransferError with the causes after the last one, and what ended a
+        publication that was not decided, which is then ABORTED too.
         """
-        version, replicas = begun.version, begun.replicas
+        version, reports, attempt = begun.version, list[Mapping[str, Any]](), 1
+        decided = False
         try:
-            results = await self._executor.result(begun.execution, f"staging policy version {version}")
-            staged = {r: found for r in replicas for found in results.get(f"stage_{r}", {}).values()}
-            verified = sorted(r for r, found in staged.items() if found.get("verified"))
-            refused = {r: _reason(found) for r, found in staged.items() if not found.get("verified")}
+            while True:
+                results = await self._executor.result(begun.execution, f"staging policy version {version}")
+                replicas = begun.replicas
+                staged = {r: found for r in replicas for found in results.get(f"stage_{r}", {}).values()}
+                reports += staged.values()
+                verified = sorted(r for r, found in staged.items() if found.get("verified"))
+                refused = {r: _reason(found) for r, found in staged.items() if not found.get("verified")}
+                if verified or not refused:
+                    break
+                decided = True
+                causes = _causes(refused)
+                await self._abort(version, replicas, causes, attempt)
+                if attempt >= self._config.publish.attempts:
+                    times = f" (attempt {attempt} of {attempt}, publish.attempts)"
+                    raise TransferError(f"no replica could stage policy version {version}: {causes}{times}")
+                begun, attempt, decided = self._again(version), attempt + 1, False
             self._fence(version, "stage", replicas, refused, left=verified)
             present = [r for r in verified if self._present(r, replicas[r])]
-            outcome = "COMMITTED" if len(present) == len(replicas) else "PARTIAL"
-            self._journal.append({"type": "publication", "version": version, "outcome": outcome, "replicas": present})
-            stalls_s = await self._commit(version, {r: replicas[r] for r in present})
+            lost = dict.fromkeys(replicas.keys() - refused.keys() - set(present), "it was lost")
+            outcome = self._decide(version, replicas, present, _causes(refused | lost), attempt)
+            decided = True
+            try:
+                stalls_s, failed = await self._commit(version, {r: replicas[r] for r in present})
+            except WaypathError as error:
+                self._journal_outcome(version, "PARTIAL", [], str(error), attempt)
+                raise
             self.committed = version
+            if outcome == "COMMITTED" and stalls_s.keys() != replicas.keys():
+                gone = {r: failed.get(r, "it was lost") for r in replicas.keys() - stalls_s.keys()}
+                outcome = self._decide(version, replicas, sorted(stalls_s), _causes(gone), attempt)
             for replica in stalls_s:
                 self._runtime.pool_ready("inference", replica, replicas[replica])
+        except BaseException as error:
+            if not decided:
+                cause = f"{error}" if isinstance(error, WaypathError) else "the run ended before it was decided"
+                self._journal_outcome(version, "ABORTED", [], cause, attempt)
+            raise
         finally:
             self._in_flight -= 1
             self._ended.set()
@@ -167,11 +196,53 @@ class Publisher:
             version=version,
             bytes=sum(int(staged[r]["publish_bytes"]) for r in verified),
             lower_bound_bytes=begun.lower_bound_bytes,
-            egress_bytes=sum(self._from_trainers(found) for found in staged.values()),
+            egress_bytes=sum(self._from_trainers(found) for found in reports),
             stall_s=max(stalls_s.values(), default=0.0),
             outcome=outcome,
+            attempts=attempt,
             replicas=tuple(present),
         )
+
+    def _decide(self, version: int, replicas: Mapping[str, str], present: list[str], cause: str, attempt: int) -> str:
+        """Journals which replicas serve the version from now on; the rest is left out for `cause`."""
+        outcome = "COMMITTED" if len(present) == len(replicas) else "PARTIAL"
+        self._journal_outcome(version, outcome, present, cause if outcome == "PARTIAL" else "", attempt)
+        return outcome
+
+    def _journal_outcome(self, version: int, outcome: str, replicas: list[str], cause: str, attempt: int) -> None:
+        entry = {"type": "publication", "version": version, "outcome": outcome, "replicas": replicas}
+        self._journal.append({**entry, "attempt": attempt, "cause": cause})
+        if cause:
+            self._runtime.log(f"publication of policy version {version}: {outcome}, attempt {attempt}: {cause}")
+
+    async def _abort(self, version: int, replicas: Mapping[str, str], cause: str, attempt: int) -> None:
+        """Journals it, and lets every replica that is still there drop what it has staged."""
+        self._journal_outcome(version, "ABORTED", [], cause, attempt)
+        present = sorted(r for r, incarnation in replicas.items() if self._present(r, incarnation))
+        if present:
+            program = programs.abort(self._config, present)
+            results = await self._executor.run(program, {"version": version}, what=f"aborting policy version {version}")
+            failed = {
+                r: str(report["error"])
+                for r in present
+                for report in results.get(f"abort_{r}", {}).values()
+                if "error" in report
+            }
+            for replica, reason in failed.items():  # what it has staged is not known
+                self._members.discard(replica)
+                self._runtime.fence(
+                    replica, replicas[replica], f"it could not abort policy version {version}: {reason}"
+                )
+
+    def _again(self, version: int) -> Begun:
+        """Dispatches a version that was aborted once more, from what the trainer still exposes."""
+        members = [r for r in self.replicas if r in self._opened]
+        if not members:
+            raise TransferError(f"no replica is left to stage policy version {version}")
+        plan = self._plan(self._source, members)
+        copies = self._copies(plan, members)
+        execution = self._executor.submit(programs.join(self._config, copies), {"version": version})
+        return Begun(version, execution, plan.lower_bound_bytes, {r: self._opened[r].incarnation for r in members})
 
     def _from_trainers(self, report: Mapping[str, Any]) -> int:
         """Bytes that a stage node received from trainer processes; what a node that failed received is not known."""
@@ -182,17 +253,18 @@ class Publisher:
     ) -> None:
         if not failed:
             return
-        reasons = "; ".join(f"{replica}: {reason}" for replica, reason in sorted(failed.items()))
         if not left:
-            raise TransferError(f"no replica could {what} policy version {version}: {reasons}")
+            raise TransferError(f"no replica could {what} policy version {version}: {_causes(failed)}")
         for replica, reason in failed.items():
             self._members.discard(replica)
             self._runtime.fence(replica, replicas[replica], f"it could not {what} policy version {version}: {reason}")
 
-    async def _commit(self, version: int, replicas: Mapping[str, str]) -> dict[str, float]:
-        """Commits on these processes; returns those that serve the version now, and how long each stood still for it."""
+    async def _commit(self, version: int, replicas: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
+        """Commits on these processes; returns those that serve the version now with how long each stood still for it, and why
+        others failed. TransferError where all did.
+        """
         if not replicas:
-            return {}
+            return {}, {}
         program = programs.commit(self._config, sorted(replicas))
         results = await self._executor.run(program, {"version": version}, what=f"committing policy version {version}")
         reports = {r: report for r in replicas for report in results.get(f"commit_{r}", {}).values()}
@@ -200,7 +272,7 @@ class Publisher:
         serving = sorted(reports.keys() - failed.keys())
         self._fence(version, "commit", replicas, failed, left=serving)
         self._serving.update({r: version for r in serving if self._present(r, replicas[r])})
-        return {r: float(reports[r].get("stall_s", 0.0)) for r in serving}
+        return {r: float(reports[r].get("stall_s", 0.0)) for r in serving}, failed
 
     async def join(self, replica: str) -> None:
         """Brings an opened replica to the committed version, admits it and declares it ready.
@@ -265,3 +337,8 @@ class Publisher:
 def _reason(report: Mapping[str, Any]) -> str:
     """Why a stage node's report is no success."""
     return str(report.get("error") or report.get("mismatch") or "digests differ")
+
+
+def _causes(failed: Mapping[str, str]) -> str:
+    """ "replica: reason" of each, in name order."""
+    return "; ".join(f"{replica}: {reason}" for replica, reason in sorted(failed.items()))

@@ -319,6 +319,96 @@ def test_an_error_in_every_replica_ends_the_run(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_publication_that_nobody_verifies_is_aborted_and_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with up() as fake:
+            refusals = {"inference-0": 1, "inference-1": 1}
+
+            async def refuses_once(worker: str, options: dict[str, Any]) -> dict[str, Any] | None:
+                if options["version"] == 1 and refusals[worker]:
+                    refusals[worker] -= 1
+                    return {"verified": False, "mismatch": "digests differ", "publish_bytes": 8}
+                return None
+
+            fake.on["rollout.stage"] = refuses_once
+            one = OneRun(fake, tmp_path)
+            assert await one.task == "done"
+            entries = one.entries("publication")
+            assert [(e["version"], e["outcome"], e["attempt"]) for e in entries] == [
+                (0, "COMMITTED", 1),
+                (1, "ABORTED", 1),
+                (1, "COMMITTED", 2),
+                (2, "COMMITTED", 1),
+            ]
+            assert entries[1]["cause"] == "inference-0: digests differ; inference-1: digests differ"
+            assert entries[1]["replicas"] == [] and entries[2]["cause"] == ""
+            assert {w for w, method in fake.calls if method == "rollout.abort"} == {"inference-0", "inference-1"}
+            lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+            assert [(line["publish_outcome"], line["publish_attempts"]) for line in lines] == [
+                ("COMMITTED", 2),
+                ("COMMITTED", 1),
+            ]
+            assert fake.told == {}, "nobody is fenced for an attempt that all refused"
+
+    run(main())
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_the_run_ends_with_the_cause_after_the_last_attempt(tmp_path: Path, attempts: int) -> None:
+    async def main() -> None:
+        async with up() as fake:
+
+            async def broken(worker: str, options: dict[str, Any]) -> dict[str, Any]:
+                return {"verified": False, "mismatch": "digests differ", "publish_bytes": 8}
+
+            fake.on["rollout.stage"] = broken
+            one = OneRun(fake, tmp_path, publish__attempts=attempts)
+            with pytest.raises(
+                TransferError, match=rf"inference-0: digests differ; .*attempt {attempts} of {attempts}"
+            ):
+                await one.task
+            assert [(e["outcome"], e["attempt"]) for e in one.entries("publication")] == [
+                ("ABORTED", n + 1) for n in range(attempts)
+            ]
+            assert not any(method == "rollout.commit" for _, method in fake.calls)
+
+    run(main())
+
+
+def test_replicas_left_out_are_journaled_with_their_causes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with up() as fake:
+
+            async def broken(worker: str, options: dict[str, Any]) -> None:
+                if worker == "inference-1" and options["version"] == 1:
+                    raise TransferError("the stream ended early")
+
+            fake.on["rollout.commit"] = broken
+            one = OneRun(fake, tmp_path)
+            assert await one.task == "done"
+            entries = [(e["outcome"], e["replicas"]) for e in one.entries("publication") if e["version"] == 1]
+            assert entries == [("COMMITTED", ["inference-0", "inference-1"]), ("PARTIAL", ["inference-0"])]
+            assert "inference-1: the stream ended early" in [e["cause"] for e in one.entries("publication")]
+
+    run(main())
+
+
+def test_a_publication_that_a_dead_trainer_ends_is_journaled_as_aborted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with up() as fake:
+            fake.on["rollout.stage"] = never
+            one = OneRun(fake, tmp_path)
+            await fake.until("inference-0", "rollout.stage")
+            await fake.kill("trainer-1")
+            with pytest.raises(WorkerLostError, match="trainer-1 was lost"):
+                await one.task
+            (entry,) = one.entries("publication")
+            assert (entry["version"], entry["outcome"], entry["replicas"]) == (0, "ABORTED", [])
+            assert entry["cause"]
+
+    run(main())
+
+
 @pytest.mark.parametrize("moment", ["stage", "commit"])
 def test_a_successor_is_neither_sent_the_commit_nor_declared_ready(tmp_path: Path, moment: str) -> None:
     async def main() -> None:

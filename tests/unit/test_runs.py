@@ -45,7 +45,7 @@ def test_metrics_line_has_every_stable_key_and_the_right_spans() -> None:
         PhaseSpan("trainer-0", "train", 5 * S, 9 * S),
         PhaseSpan("trainer-0", "publish", 9 * S, 10 * S),
     ]
-    publication = metrics.Publication(8, 100, 100, 60, 0.25, "COMMITTED", ("inference-0",))
+    publication = metrics.Publication(8, 100, 100, 60, 0.25, "COMMITTED", 2, ("inference-0",))
     line = metrics.line(7, trained, spans, publication, step_s=11.0)
     stable = [
         "step",
