@@ -243,12 +243,18 @@ class Executions:
         self._context.store.release_execution(message.execution_id, "cancelled")
 
     def drop_all(self, reason: str) -> None:
-        """Forget every execution and object, and the gang sequence: the controller knows nothing of them."""
+        """Forget every execution and object, and the gang sequence: the controller knows nothing of them.
+
+        A service that has a method `controller_lost` is told: what it prepared for that controller to decide on has no use.
+        """
         for execution_id in list(self._executions):
             self.cancel(pb.Cancel(execution_id=execution_id, reason=reason))
             self.release(pb.Release(execution_id=execution_id))
         for name in self._context.store.names():  # what outlived its execution
             self._context.store.release(name)
+        for service in self._services.values():
+            if callable(told := getattr(service, "controller_lost", None)):
+                told()
         self._programs.clear()
         self._gang_sequence = 0
 

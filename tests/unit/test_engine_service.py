@@ -225,6 +225,27 @@ def test_a_replica_from_open_to_its_second_version() -> None:
     with_replica(scenario)
 
 
+def test_what_is_staged_is_dropped_with_its_controller_and_the_version_before_serves_on() -> None:
+    async def scenario(replica: Replica) -> None:
+        await replica.open()
+        replica.service.controller_lost()  # nothing is staged
+        await replica.stage(0, seed=0)
+        await replica.commit(0)
+        before, _ = await replica.generate(0)
+        assert (await replica.stage(1, seed=1))["verified"]
+        replica.service.controller_lost()
+        with pytest.raises(LocalError, match="cannot commit policy version 1: nothing is staged"):
+            await replica.commit(1)
+        assert same((await replica.generate(0))[0], before)
+        assert (await replica.stage(1, seed=2))["verified"], "the next controller publishes again"
+        await replica.commit(1)
+        late = asyncio.create_task(replica.generate(1))
+        replica.service.controller_lost()
+        assert not same((await late)[0], before)
+
+    with_replica(scenario)
+
+
 def same(one: Bundle, two: Bundle) -> bool:
     return one.meta == two.meta and all(one.arrays[name].tobytes() == two.arrays[name].tobytes() for name in one.arrays)
 

@@ -24,7 +24,7 @@ from waypath.workers.lanes import JaxThread, Lanes
 from waypath.workers.peers import Peers
 from waypath.workers.puller import ObjectPuller
 from waypath.workers.runtime import Runtime
-from waypath.workers.service import ServiceContext
+from waypath.workers.service import ServiceContext, find_service
 from waypath.workers.store import ObjectStore
 from waypath.workers.transfer import Transfer
 
@@ -250,6 +250,22 @@ def test_a_hang_on_the_jax_lane_is_reported_and_ends_the_worker() -> None:
         assert await running == rt.EXIT_STUCK
         worker.executions.drop_all("the test is over")
         await worker.puller.close()
+
+    run(main())
+
+
+def test_services_are_told_when_the_controller_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(find_service("probe"), "controller_lost", lambda self: told.append(self), raising=False)
+
+    async def main() -> None:
+        async with attached() as (controller, worker, _):
+            install(controller, node("a", "echo", n=1))
+            controller.send(execute=execute("a"))
+            await controller.outcome("a")
+            assert told == []
+            worker.executions.drop_all("the controller's stream ended")
+            assert len(told) == 1
 
     run(main())
 

@@ -7,6 +7,7 @@ each group placed here, `stage` while sampling goes on, `commit` (or `abort`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -245,6 +246,17 @@ class RolloutService:
         await run.relays.keep_only(run.gate.serving)
         await run.driver.on_engine(run.engine.abort)
         run.gate.staged = None
+
+    def controller_lost(self) -> None:
+        """Drop what is staged, which nobody will commit any more; the version that serves goes on. On the network loop.
+
+        The drop is queued on the JAX thread at once: ahead of whatever a new controller stages, behind a commit under way.
+        """
+        run = self._run
+        if run is not None and not run.staging and run.gate.staged is not None:
+            run.gate.staged = None
+            with contextlib.suppress(RuntimeError):  # the JAX thread has stopped: the worker is leaving
+                self._context.submit_jax(run.engine.abort)
 
     def close(self) -> None:
         """Forget the run. A `prompt` that still blocks is left behind on its thread."""
