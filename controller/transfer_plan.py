@@ -10,13 +10,14 @@ distinct geometries; single copies exist only when somebody iterates over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from waypath.controller.explain import facts, table
 from waypath.proto.layout import SliceCopy
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -140,40 +141,60 @@ class Plan:
         host = dict(zip(self.workers, self.hosts, strict=True))
         return sum(size for (a, b), size in self.links.items() if host[a] != host[b])
 
-    def predicted_s(self, bytes_per_s: float) -> float:
-        """Seconds if every worker sends and receives at `bytes_per_s` each way, all at once, and latency is nothing.
+    def predicted_s(self, bytes_per_s: float | Callable[[str, str], float]) -> float:
+        """Seconds if every worker sends and receives at this rate, each way and all at once, and latency is nothing.
 
-        Rounds overlap box by box, so the busiest worker alone counts.
+        `bytes_per_s` may be a function of (source, destination) worker. Rounds overlap box by box, so the busiest worker alone counts.
         """
-        received: dict[str, int] = {}
-        for (_, destination), size in self.links.items():
-            received[destination] = received.get(destination, 0) + size
-        return max([*self.egress_bytes().values(), *received.values()], default=0) / bytes_per_s
+        rate = bytes_per_s if callable(bytes_per_s) else lambda *_: bytes_per_s
+        sent: dict[str, float] = {}
+        received: dict[str, float] = {}
+        for (source, destination), size in self.links.items():
+            took = size / rate(source, destination)
+            sent[source] = sent.get(source, 0.0) + took
+            received[destination] = received.get(destination, 0.0) + took
+        return max([*sent.values(), *received.values()], default=0.0)
 
-    def explain(self, bytes_per_s: float | None = None, staging_bytes: int | None = None, links: int = 20) -> str:
-        """Returns the plan as a table: bytes by link (the `links` largest), bound, ratio, rounds, predicted seconds."""
-        lines = [f"{'from':<24} {'to':<24} {'bytes':>16}"]
+    def busiest_sender(self) -> tuple[str, int]:
+        """The worker that sends most to others, and its bytes; ("", 0) where nothing is sent."""
+        return max(self.egress_bytes().items(), key=lambda item: item[1], default=("", 0))
+
+    def explain(
+        self,
+        bytes_per_s: float | None = None,
+        staging_bytes: int | None = None,
+        links: int = 20,
+        path: Callable[[str, str], str] | None = None,
+        more: Sequence[tuple[str, str]] = (),
+    ) -> str:
+        """Returns the plan as a table: bytes by link (the `links` largest), bound, ratio, rounds, predicted seconds.
+
+        `path` says by which way a (source, destination) link goes; `more` are further facts, as (name, text).
+        """
         by_size = sorted(self.links.items(), key=lambda link: (-link[1], link[0]))
-        lines += [f"{a:<24} {b:<24} {size:>16,}" for (a, b), size in by_size[:links]]
+        rows = [(a, b, f"{size:,}", *([path(a, b)] if path else [])) for (a, b), size in by_size[:links]]
         if len(by_size) > links:
             rest = sum(size for _, size in by_size[links:])
-            lines.append(f"{f'and {len(by_size) - links:,} more links':<49} {rest:>16,}")
-        bound = self.lower_bound_bytes
+            rows.append((f"and {len(by_size) - links:,} more", "", f"{rest:,}", *([""] if path else [])))
+        lines = table(("from", "to", "bytes", *(["path"] if path else [])), rows, frozenset({2}))
+        told = self.facts()
+        if staging_bytes is not None:
+            told.append(("peak staging", f"{staging_bytes:,} bytes a worker"))
+        if bytes_per_s is not None:
+            predicted = f"{self.predicted_s(bytes_per_s):.3g} s at {bytes_per_s / 1e9:.3g} GB/s a worker"
+            told.append(("predicted", predicted))
+        return "\n".join([*lines, "", *facts([*told, *more])])
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What the whole plan comes to, as (name, text)."""
+        bound, (busiest, sent) = self.lower_bound_bytes, self.busiest_sender()
         ratio = f"{self.planned_bytes / bound:.3f}" if bound else "nothing to move"
-        sent = self.egress_bytes().values()
-        facts = [
+        return [
             ("planned", f"{self.planned_bytes:,} bytes in {self.count:,} copies, {self.rounds} rounds"),
             ("lower bound", f"{bound:,} bytes; planned ÷ bound {ratio}"),
             ("between machines", f"{self.network_bytes:,} bytes"),
-            ("busiest sender", f"{max(sent, default=0):,} bytes"),
+            ("busiest sender", f"{sent:,} bytes{f' ({busiest})' if busiest else ''}"),
         ]
-        if staging_bytes is not None:
-            facts.append(("peak staging", f"{staging_bytes:,} bytes a worker"))
-        if bytes_per_s is not None:
-            facts.append(
-                ("predicted", f"{self.predicted_s(bytes_per_s):.3g} s at {bytes_per_s / 1e9:.3g} GB/s a worker")
-            )
-        return "\n".join([*lines, *(f"{name:<18} {text}" for name, text in facts)])
 
     @cached_property
     def _end_workers(self) -> Ints:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,11 @@ class Layout:
 
     tensors: Mapping[str, TensorLayout]
     hosts: Mapping[str, str] = field(default_factory=dict)
+
+    def on(self, hosts: Mapping[str, str]) -> Layout:
+        """Returns this layout with its workers on the machines that `hosts` names."""
+        mine = {shard.worker for tensor in self.tensors.values() for shard in tensor.shards}
+        return replace(self, hosts={worker: host for worker, host in hosts.items() if worker in mine})
 
     @cached_property
     def fingerprint(self) -> str:

@@ -23,6 +23,7 @@ from waypath.controller.runs.disk import read_lines
 from waypath.proto import config as configs
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import ConfigError, NotFoundError, UserError, WaypathError
+from waypath.tools import plan as plans
 from waypath.tools import preflight, progress, report
 from waypath.tools.follow import FALLBACK_STOP_S, Interrupts, follow, recorded_config, stop_limit_s
 from waypath.tools.launch import InterruptedStart, LocalCluster, find_cluster
@@ -82,6 +83,25 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--plain", action="store_true", help="one line a step, also on a terminal")
     _set_option(run)
     _cluster_options(run)
+
+    plan = add("plan", plan_command, "What a run would do and move, without starting anything.")
+    plan.add_argument("config", metavar="CONFIG")
+    plan.add_argument("--json", action="store_true", help="programs, links and figures as JSON")
+    plan.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="WORKER=MACHINE",
+        help="as if the worker (or pattern, such as 'inference-*') were on another machine",
+    )
+    plan.add_argument(
+        "--gb-per-s",
+        action="append",
+        default=[],
+        metavar="PATH=RATE",
+        help="what a process receives by a path (shared or stream), for the prediction",
+    )
+    _set_option(plan)
 
     status = add("status", status_command, "What the cluster does now.")
     status.add_argument("--json", action="store_true", help="the controller's answer as it is")
@@ -299,6 +319,15 @@ def _stop_runs(client: Client, view: progress.View) -> None:
 def _active(client: Client) -> set[str]:
     """The runs that this very controller has now; others of its folder may be another's."""
     return {str(run["run_id"]) for run in client.status()["runs"] if run["status"] not in ENDED}
+
+
+def plan_command(arguments: argparse.Namespace, console: Console) -> int:
+    """`waypath plan`: the programs of a step and what a publication moves."""
+    config = configs.load(arguments.config, dict(configs.parse_override(text) for text in arguments.set))
+    hosts = dict(plans.parse_host(text) for text in arguments.host)
+    found = plans.job_plan(config, hosts, dict(plans.parse_rate(text) for text in arguments.gb_per_s))
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.explain())
+    return DONE
 
 
 def status_command(arguments: argparse.Namespace, console: Console) -> int:

@@ -1,12 +1,7 @@
-"""Logical axes to mesh axes: builds a slice's mesh and the shardings of parameters on it.
+"""A slice's mesh, and jax's shardings of parameters on it.
 
-Owns the rules object (which logical axis of ``views.leaves`` lies on which mesh axis). Knows nothing of
-training, engines or the wire; called by the trainer and the engines when a slice is opened.
-
-Mesh axes: ``data`` (batch only), ``fsdp`` (batch, and parameters' ``embed``), ``tensor`` (heads, ff, vocab).
-jax refuses uneven shards, so an axis that does not divide moves to another dimension of the leaf that it does
-divide, else the leaf is replicated over it. Heads are divided whole: 9 heads over ``tensor = 2`` is not an
-even split, although 576 rows would be.
+Knows nothing of training, engines or the wire; which leaf lies where is said in ``workers/models/placement.py``. Called by
+the trainer and the engines when a slice is opened.
 """
 
 from __future__ import annotations
@@ -22,20 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from waypath.proto.errors import ConfigError
 from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.decoder import tree_of
+from waypath.workers.models.placement import MESH_AXES, RULES, leaf_axes
 from waypath.workers.models.views import Leaf
-
-MESH_AXES = ("data", "fsdp", "tensor")
-
-RULES: Mapping[str, str | None] = {
-    "layers": None,
-    "norm": None,
-    "head_dim": None,
-    "embed": "fsdp",
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "ff": "tensor",
-}
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -58,25 +41,8 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -
 
 def leaf_spec(config: ModelConfig, leaf: Leaf, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> PartitionSpec:
     """Where ``leaf`` lies on ``mesh``."""
-    units = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    placed: list[list[str]] = [[] for _ in leaf.shape]
-    homeless: list[str] = []
-    for dimension, (axis, size) in enumerate(zip(leaf.axes, leaf.shape, strict=True)):
-        target = rules[axis]
-        if target is None or mesh.shape[target] == 1:
-            continue
-        if units.get(axis, size) % mesh.shape[target]:
-            homeless.append(target)
-        else:
-            placed[dimension].append(target)
-    for target in homeless:
-        for dimension, (axis, size) in enumerate(zip(leaf.axes, leaf.shape, strict=True)):
-            if axis in units or rules[axis] is None:
-                continue
-            if size % math.prod(mesh.shape[name] for name in (*placed[dimension], target)) == 0:
-                placed[dimension].append(target)
-                break
-    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else tuple(names) for names in placed))
+    placed = leaf_axes(config, leaf, mesh.shape, rules)
+    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in placed))
 
 
 def param_specs(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> dict[str, Any]:

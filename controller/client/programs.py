@@ -11,6 +11,7 @@ from typing import Any
 from waypath.controller.client.refs import Ref, Slice, Symbol
 from waypath.controller.client.session import ClientSession
 from waypath.controller.client.trace import Template, Trace
+from waypath.controller.explain import table
 from waypath.controller.graph import Program, ProgramBuilder
 from waypath.controller.graph import Slice as Place
 from waypath.controller.nodes import Aval
@@ -48,6 +49,7 @@ class TracedProgram:
         program = template.program
         slices = {slice_.name: slice_ for slice_ in template.slices}
         lines = [f"program {program.program_id}: {len(program.nodes)} nodes, {len(program.params)} parameters"]
+        rows = []
         total: dict[str, int] = {}
         moved = 0
         for name in (*program.by_param, *program.by_id):
@@ -57,17 +59,18 @@ class TracedProgram:
             total[place.name] = total.get(place.name, 0) + on_device
             what = "param" if node is None else node.kind
             text = "; ".join(map(str, aval)) or (f"{len(node.gives)} outputs" if node is not None else "")
-            inputs = f" ← {', '.join(node.inputs)}" if node is not None and node.inputs else ""
-            line = f"  {name:<20} {what:<9} {place.name:<16} {text}{inputs}  {on_device:,} B a device"
+            notes = [f"{on_device:,} B a device"]
             if node is not None and node.kind == "transfer":
                 moved += nbytes(aval)
-                line += f", moves at most {nbytes(aval):,} B"
+                notes.append(f"moves at most {nbytes(aval):,} B")
             if node is not None and node.donates:
-                line += f", consumes {', '.join(node.inputs[k] for k in node.donates)}"
-            lines.append(line)
+                notes.append(f"consumes {', '.join(node.inputs[k] for k in node.donates)}")
+            reads = ", ".join(node.inputs) if node is not None else ""
+            rows.append((name, what, place.name, text, reads, ", ".join(notes)))
+        lines += table(("node", "kind", "slice", "value", "reads", "bytes"), rows)
         for name, count in total.items():
-            lines.append(f"  slice {name} ({', '.join(slices[name].workers)}): at most {count:,} B a device")
-        lines.append(f"  moved between slices: at most {moved:,} B")
+            lines.append(f"slice {name} ({', '.join(slices[name].workers)}): at most {count:,} B a device")
+        lines.append(f"moved between slices: at most {moved:,} B")
         return "\n".join(lines)
 
     def _template(self, args: Sequence[Ref]) -> Template:

@@ -20,6 +20,7 @@ CORE = [
     "credits",
     "dispatch",
     "execution",
+    "explain",
     "fairness",
     "graph",
     "intake",

@@ -337,19 +337,35 @@ def test_large_models(case: Callable[[], tuple[Layout, Layout]], total: int | No
 def test_explain_prints_links_bound_and_rounds() -> None:
     made = plan(one((8,), [(0,)], (2,), "s"), one((8,), [()], (2,), "x"))
     assert made.explain(bytes_per_s=1e9, staging_bytes=64).splitlines() == [
-        "from                     to                                  bytes",
-        "s0                       x0                                     16",
-        "s1                       x1                                     16",
-        "x0                       x1                                     16",
-        "x1                       x0                                     16",
-        "planned            64 bytes in 4 copies, 2 rounds",
-        "lower bound        64 bytes; planned ÷ bound 1.000",
-        "between machines   64 bytes",
-        "busiest sender     16 bytes",
-        "peak staging       64 bytes a worker",
-        "predicted          3.2e-08 s at 1 GB/s a worker",
+        "from  to  bytes",
+        "s0    x0     16",
+        "s1    x1     16",
+        "x0    x1     16",
+        "x1    x0     16",
+        "",
+        "planned           64 bytes in 4 copies, 2 rounds",
+        "lower bound       64 bytes; planned ÷ bound 1.000",
+        "between machines  64 bytes",
+        "busiest sender    16 bytes (s0)",
+        "peak staging      64 bytes a worker",
+        "predicted         3.2e-08 s at 1 GB/s a worker",
+    ]
+    paths = made.explain(links=2, path=lambda a, b: "near" if a[0] == b[0] else "far").splitlines()
+    assert paths[:4] == [
+        "from        to  bytes  path",
+        "s0          x0     16  far",
+        "s1          x1     16  far",
+        "and 2 more         32",
     ]
     assert made.copies[0] == PlannedCopy("w", "s0", "x0", (0,), (4,), "s0", 0, 16, 0)
+
+
+def test_seconds_are_those_of_the_busiest_worker_at_the_rates_of_its_links() -> None:
+    made = plan(one((8,), [(0,)], (2,), "s"), one((8,), [()], (2,), "x"))  # each x: 16 B from its s, 16 B from its peer
+    assert made.predicted_s(16.0) == 2.0
+    assert made.predicted_s(lambda a, b: 16.0 if a.startswith("s") else 4.0) == 1.0 + 4.0
+    assert made.busiest_sender() == ("s0", 16)
+    assert plan(Layout({}), Layout({})).busiest_sender() == ("", 0)
 
 
 def test_casts_are_declared_and_bytes_count_in_the_wanted_dtype() -> None:

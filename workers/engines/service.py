@@ -23,7 +23,6 @@ from waypath.proto import config as configs
 from waypath.proto.codecs import Bundle
 from waypath.proto.config import RunConfig
 from waypath.proto.errors import LocalError, TransferError
-from waypath.proto.layout import Layout, Shard, TensorLayout
 from waypath.proto.names import policy_name
 from waypath.workers.digest import digest_weights
 from waypath.workers.engines.driver import EngineDriver
@@ -34,9 +33,8 @@ from waypath.workers.engines.relays import Relays
 from waypath.workers.engines.shape import engine_shape
 from waypath.workers.engines.source import PromptSource, trajectory_arrays
 from waypath.workers.memory import check_memory, engine_bytes
-from waypath.workers.models.config import ModelConfig
 from waypath.workers.models.open import open_model
-from waypath.workers.models.views import views
+from waypath.workers.models.placement import replica_layout
 from waypath.workers.service import Call, ServiceContext, method, service
 from waypath.workers.transfer import PullStats
 
@@ -270,18 +268,6 @@ class RolloutService:
         if self._run is None:
             raise LocalError(f"rollout.{what} before rollout.open on {self._context.worker}")
         return self._run
-
-
-def replica_layout(model: ModelConfig, worker: str) -> Layout:
-    """The layout that a replica wants: every canonical tensor whole, on its one device."""
-    return Layout(
-        {
-            view.name: TensorLayout(
-                view.name, view.shape, "float32", (Shard(worker, 0, (0,) * len(view.shape), view.shape),)
-            )
-            for view in views(model)
-        }
-    )
 
 
 def compare_digests(found: Mapping[str, np.ndarray[Any, Any]], exposed: Sequence[Bundle], version: int) -> str:
