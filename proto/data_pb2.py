@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18waypath/proto/data.proto\x12\nwaypath.v1\"1\n\x08ObjectId\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"D\n\x0bPullRequest\x12%\n\x07objects\x18\x01 \x03(\x0b\x32\x14.waypath.v1.ObjectId\x12\x0e\n\x06puller\x18\x02 \x01(\t\"H\n\x0b\x41rrayHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"J\n\x0c\x42undleHeader\x12\x11\n\tmeta_json\x18\x01 \x01(\t\x12\'\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x17.waypath.v1.ArrayHeader\"g\n\tPullChunk\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.waypath.v1.ObjectHeaderH\x00\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x13.waypath.v1.PayloadH\x00\x42\x06\n\x04kind\"u\n\x0cObjectHeader\x12$\n\x06object\x18\x01 \x01(\x0b\x32\x14.waypath.v1.ObjectId\x12(\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x18.waypath.v1.BundleHeader\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x03\"\'\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\"5\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05lower\x18\x02 \x03(\x03\x12\r\n\x05upper\x18\x03 \x03(\x03\"\x0b\n\tPushReply\"q\n\rSlicesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06puller\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.waypath.v1.Slice\x12\x0e\n\x06object\x18\x04 \x01(\x08\x12\x0f\n\x07relayed\x18\x05 \x01(\x08\"@\n\x07Segment\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"8\n\x06Target\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\"\x84\x01\n\x0cWriteRequest\x12)\n\x06wanted\x18\x01 \x01(\x0b\x32\x19.waypath.v1.SlicesRequest\x12$\n\x07segment\x18\x02 \x01(\x0b\x32\x13.waypath.v1.Segment\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.waypath.v1.Target\"\x19\n\x07Written\x12\x0e\n\x06slices\x18\x01 \x01(\r\"I\n\nSliceChunk\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x32\xfb\x01\n\x04\x44\x61ta\x12\x38\n\x04Pull\x12\x17.waypath.v1.PullRequest\x1a\x15.waypath.v1.PullChunk0\x01\x12\x41\n\nPullSlices\x12\x19.waypath.v1.SlicesRequest\x1a\x16.waypath.v1.SliceChunk0\x01\x12>\n\x0bWriteSlices\x12\x18.waypath.v1.WriteRequest\x1a\x13.waypath.v1.Written0\x01\x12\x36\n\x04Push\x12\x15.waypath.v1.PullChunk\x1a\x15.waypath.v1.PushReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18waypath/proto/data.proto\x12\nwaypath.v1\"1\n\x08ObjectId\x12\x14\n\x0c\x65xecution_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\"D\n\x0bPullRequest\x12%\n\x07objects\x18\x01 \x03(\x0b\x32\x14.waypath.v1.ObjectId\x12\x0e\n\x06puller\x18\x02 \x01(\t\"H\n\x0b\x41rrayHeader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"J\n\x0c\x42undleHeader\x12\x11\n\tmeta_json\x18\x01 \x01(\t\x12\'\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x17.waypath.v1.ArrayHeader\"g\n\tPullChunk\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.waypath.v1.ObjectHeaderH\x00\x12&\n\x07payload\x18\x02 \x01(\x0b\x32\x13.waypath.v1.PayloadH\x00\x42\x06\n\x04kind\"u\n\x0cObjectHeader\x12$\n\x06object\x18\x01 \x01(\x0b\x32\x14.waypath.v1.ObjectId\x12(\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x18.waypath.v1.BundleHeader\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x03\"\'\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\"D\n\x05Slice\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05lower\x18\x02 \x03(\x03\x12\r\n\x05upper\x18\x03 \x03(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\x0b\n\tPushReply\"q\n\rSlicesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06puller\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.waypath.v1.Slice\x12\x0e\n\x06object\x18\x04 \x01(\x08\x12\x0f\n\x07relayed\x18\x05 \x01(\x08\"@\n\x07Segment\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\n\n\x02\x66\x64\x18\x02 \x01(\x05\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\")\n\x06Target\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0f\n\x07strides\x18\x02 \x03(\x03\"\x84\x01\n\x0cWriteRequest\x12)\n\x06wanted\x18\x01 \x01(\x0b\x32\x19.waypath.v1.SlicesRequest\x12$\n\x07segment\x18\x02 \x01(\x0b\x32\x13.waypath.v1.Segment\x12#\n\x07targets\x18\x03 \x03(\x0b\x32\x12.waypath.v1.Target\"\x19\n\x07Written\x12\x0e\n\x06slices\x18\x01 \x01(\r\"(\n\x08Streamed\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0c\n\x04port\x18\x02 \x01(\x05\"I\n\nSliceChunk\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x32\xbe\x02\n\x04\x44\x61ta\x12\x38\n\x04Pull\x12\x17.waypath.v1.PullRequest\x1a\x15.waypath.v1.PullChunk0\x01\x12\x41\n\nPullSlices\x12\x19.waypath.v1.SlicesRequest\x1a\x16.waypath.v1.SliceChunk0\x01\x12\x41\n\x0cStreamSlices\x12\x19.waypath.v1.SlicesRequest\x1a\x14.waypath.v1.Streamed0\x01\x12>\n\x0bWriteSlices\x12\x18.waypath.v1.WriteRequest\x1a\x13.waypath.v1.Written0\x01\x12\x36\n\x04Push\x12\x15.waypath.v1.PullChunk\x1a\x15.waypath.v1.PushReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,21 +46,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAYLOAD']._serialized_start=535
   _globals['_PAYLOAD']._serialized_end=574
   _globals['_SLICE']._serialized_start=576
-  _globals['_SLICE']._serialized_end=629
-  _globals['_PUSHREPLY']._serialized_start=631
-  _globals['_PUSHREPLY']._serialized_end=642
-  _globals['_SLICESREQUEST']._serialized_start=644
-  _globals['_SLICESREQUEST']._serialized_end=757
-  _globals['_SEGMENT']._serialized_start=759
-  _globals['_SEGMENT']._serialized_end=823
-  _globals['_TARGET']._serialized_start=825
+  _globals['_SLICE']._serialized_end=644
+  _globals['_PUSHREPLY']._serialized_start=646
+  _globals['_PUSHREPLY']._serialized_end=657
+  _globals['_SLICESREQUEST']._serialized_start=659
+  _globals['_SLICESREQUEST']._serialized_end=772
+  _globals['_SEGMENT']._serialized_start=774
+  _globals['_SEGMENT']._serialized_end=838
+  _globals['_TARGET']._serialized_start=840
   _globals['_TARGET']._serialized_end=881
   _globals['_WRITEREQUEST']._serialized_start=884
   _globals['_WRITEREQUEST']._serialized_end=1016
   _globals['_WRITTEN']._serialized_start=1018
   _globals['_WRITTEN']._serialized_end=1043
-  _globals['_SLICECHUNK']._serialized_start=1045
-  _globals['_SLICECHUNK']._serialized_end=1118
-  _globals['_DATA']._serialized_start=1121
-  _globals['_DATA']._serialized_end=1372
+  _globals['_STREAMED']._serialized_start=1045
+  _globals['_STREAMED']._serialized_end=1085
+  _globals['_SLICECHUNK']._serialized_start=1087
+  _globals['_SLICECHUNK']._serialized_end=1160
+  _globals['_DATA']._serialized_start=1163
+  _globals['_DATA']._serialized_end=1481
 # @@protoc_insertion_point(module_scope)

@@ -69,14 +69,16 @@ class Payload(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class Slice(_message.Message):
-    __slots__ = ("tensor", "lower", "upper")
+    __slots__ = ("tensor", "lower", "upper", "dtype")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     LOWER_FIELD_NUMBER: _ClassVar[int]
     UPPER_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     tensor: str
     lower: _containers.RepeatedScalarFieldContainer[int]
     upper: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensor: _Optional[str] = ..., lower: _Optional[_Iterable[int]] = ..., upper: _Optional[_Iterable[int]] = ...) -> None: ...
+    dtype: str
+    def __init__(self, tensor: _Optional[str] = ..., lower: _Optional[_Iterable[int]] = ..., upper: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ()
@@ -109,14 +111,12 @@ class Segment(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., nonce: _Optional[bytes] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Target(_message.Message):
-    __slots__ = ("dtype", "offset", "strides")
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("offset", "strides")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STRIDES_FIELD_NUMBER: _ClassVar[int]
-    dtype: str
     offset: int
     strides: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, dtype: _Optional[str] = ..., offset: _Optional[int] = ..., strides: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, offset: _Optional[int] = ..., strides: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("wanted", "segment", "targets")
@@ -133,6 +133,14 @@ class Written(_message.Message):
     SLICES_FIELD_NUMBER: _ClassVar[int]
     slices: int
     def __init__(self, slices: _Optional[int] = ...) -> None: ...
+
+class Streamed(_message.Message):
+    __slots__ = ("ticket", "port")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    port: int
+    def __init__(self, ticket: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
 
 class SliceChunk(_message.Message):
     __slots__ = ("slice", "offset", "data", "crc32c")

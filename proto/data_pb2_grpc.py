@@ -44,6 +44,11 @@ class DataStub:
                 request_serializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
                 response_deserializer=waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
                 _registered_method=True)
+        self.StreamSlices = channel.unary_stream(
+                '/waypath.v1.Data/StreamSlices',
+                request_serializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
+                response_deserializer=waypath_dot_proto_dot_data__pb2.Streamed.FromString,
+                _registered_method=True)
         self.WriteSlices = channel.unary_stream(
                 '/waypath.v1.Data/WriteSlices',
                 request_serializer=waypath_dot_proto_dot_data__pb2.WriteRequest.SerializeToString,
@@ -68,6 +73,14 @@ class DataServicer:
 
     def PullSlices(self, request, context):
         """Streams pieces of exposed tensors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamSlices(self, request, context):
+        """Sends pieces of exposed tensors over a TCP connection that the puller opens with the ticket of the first message. This call is its
+        control: its errors and its end are the connection's, and cancelling it closes the connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +114,11 @@ def add_DataServicer_to_server(servicer, server):
                     servicer.PullSlices,
                     request_deserializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.FromString,
                     response_serializer=waypath_dot_proto_dot_data__pb2.SliceChunk.SerializeToString,
+            ),
+            'StreamSlices': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamSlices,
+                    request_deserializer=waypath_dot_proto_dot_data__pb2.SlicesRequest.FromString,
+                    response_serializer=waypath_dot_proto_dot_data__pb2.Streamed.SerializeToString,
             ),
             'WriteSlices': grpc.unary_stream_rpc_method_handler(
                     servicer.WriteSlices,
@@ -167,6 +185,33 @@ class Data:
             '/waypath.v1.Data/PullSlices',
             waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
             waypath_dot_proto_dot_data__pb2.SliceChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSlices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/waypath.v1.Data/StreamSlices',
+            waypath_dot_proto_dot_data__pb2.SlicesRequest.SerializeToString,
+            waypath_dot_proto_dot_data__pb2.Streamed.FromString,
             options,
             channel_credentials,
             insecure,

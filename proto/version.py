@@ -7,7 +7,7 @@ from importlib import metadata
 from waypath.proto import common_pb2 as pb
 from waypath.proto.errors import VersionMismatchError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 def versions(jax: str = "", platform: str = "") -> pb.Versions:

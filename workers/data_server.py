@@ -5,8 +5,8 @@ jax. Called by `main`; reads the store. Every RPC needs the cluster token (`prot
 
 `Pull` is a long poll: an object that is not here yet is sent when it is, in whatever order objects become
 ready. An object that failed or was released ends the stream with an error whose `where` is the object's id;
-the puller asks again for the others. `PullSlices` sends boxes in the order of the request and holds the
-exposure open meanwhile; of an object on devices it sends copies. `Push` takes what a client hands in.
+the puller asks again for the others. `StreamSlices`, `WriteSlices` and, for clients, `PullSlices` send boxes in the order
+of the request and hold the exposure open meanwhile; of an object on devices they send copies. `Push` takes what a client hands in.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class DataServer:
             "PullSlices": grpc.unary_stream_rpc_method_handler(
                 self._pull_slices, request_deserializer=pb.SlicesRequest.FromString
             ),
+            "StreamSlices": grpc.unary_stream_rpc_method_handler(
+                self._stream_slices,
+                request_deserializer=pb.SlicesRequest.FromString,
+                response_serializer=pb.Streamed.SerializeToString,
+            ),
             "WriteSlices": grpc.unary_stream_rpc_method_handler(
                 self._write_slices,
                 request_deserializer=pb.WriteRequest.FromString,
@@ -85,12 +90,15 @@ class DataServer:
         """
         port = channels.bind(self._server, address)
         await self._server.start()
-        self.address = f"{address.rpartition(':')[0]}:{port}"
+        host = address.rpartition(":")[0]
+        self.address = f"{host}:{port}"
+        self.slices.connections.listen_on(host.strip("[]"))
         return self.address
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """End the streams, after `grace_s` at the latest."""
         await self._server.stop(grace_s)
+        await self.slices.connections.close()
 
     async def _pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullChunk]:
         if len(request.objects) > MAX_OBJECTS_PER_PULL:
@@ -130,6 +138,15 @@ class DataServer:
                 async with contextlib.aclosing(self.slices.frames(exposure, request.slices)) as frames:
                     async for frame in frames:
                         yield frame
+        except WaypathError as error:
+            await _abort(context, error)
+
+    async def _stream_slices(self, request: pb.SlicesRequest, context: Any) -> AsyncIterator[pb.Streamed]:
+        try:
+            async with self._exposure(request) as exposure:
+                async with contextlib.aclosing(self.slices.stream(exposure, request.slices)) as told:
+                    async for message in told:
+                        yield message
         except WaypathError as error:
             await _abort(context, error)
 

@@ -1,13 +1,14 @@
-"""How slices travel from one source: a gRPC stream of chunks, shared memory that the source writes to, or this worker's own exposures.
+"""How slices travel from one source: a TCP connection, shared memory that the source writes to, or this worker's own exposures.
 
-Owns the receiving end of `Data.PullSlices` and `Data.WriteSlices`. Must not know why a slice is asked of this source. Called by the transfer, in threads.
-A chunk is verified and written to its place once; memory in flight is a few chunks a source.
+Owns the receiving end of `Data.StreamSlices` and `Data.WriteSlices`. Must not know why a slice is asked of this source. Called by the transfer, in threads.
+The gRPC call is the control of either: its deadline, its errors and its cancellation are those of the bytes.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +21,16 @@ import numpy as np
 from waypath.proto import channel as channels
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import NotFoundError, TransferError, WaypathError, from_rpc_error
-from waypath.proto.wire import chunks, decode, fill
+from waypath.proto.wire import chunks, fill
 from waypath.workers.exposed import ExposureTable
 from waypath.workers.segments import Segment
+from waypath.workers.streams import Receiver, set_timeout
 
-PULL_SLICES = "/waypath.v1.Data/PullSlices"
+STREAM_SLICES = "/waypath.v1.Data/StreamSlices"
 WRITE_SLICES = "/waypath.v1.Data/WriteSlices"
+
+CONNECT_S = 5.0
+_BROKEN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 HostArray = np.ndarray[Any, Any]
 Place = tuple[Segment, int]
@@ -76,6 +81,10 @@ class Stop:
                 with self._lock:
                     self._cancels.remove(cancel)
 
+    def hear(self) -> None:
+        """Bytes came."""
+        self.heard = time.monotonic()
+
     def set(self, reason: str = "") -> None:
         """Cancels what runs, and what will."""
         with self._lock:
@@ -108,27 +117,62 @@ class NotSharedError(TransferError):
 
 
 def receive(pull: Pull, source: str, address: str, parts: Sequence[Part], relayed: bool, stop: Stop) -> int:
-    """Fetches parts from `source` on a stream; returns the payload bytes. TransferError names the part that failed."""
-    request = _request(pull, parts, relayed)
-    cursor = _Cursor(parts, pull.complete)
+    """Fetches parts from `source` over a TCP connection; returns the payload bytes. TransferError names the part that failed."""
+    done = 0
     try:
         with channels.channel(address) as channel:
-            stream = channel.unary_stream(PULL_SLICES, pb.SlicesRequest.SerializeToString, None)
+            call = channel.unary_stream(STREAM_SLICES, pb.SlicesRequest.SerializeToString, pb.Streamed.FromString)
             timeout_s = max(0.1, pull.deadline - time.monotonic())
-            messages = stream(request, timeout=timeout_s, metadata=pull.metadata)
+            messages = call(_request(pull, parts, relayed), timeout=timeout_s, metadata=pull.metadata)
             with stop.cancels(messages.cancel):
-                for message in messages:
-                    stop.heard = time.monotonic()
-                    cursor.take(*decode(message))
-        cursor.finish()
+                with _connected(pull, address, next(messages, pb.Streamed()), messages, stop) as connection:
+                    receiver = Receiver(connection, stop.hear)
+                    for part in parts:
+                        receiver.fill(part.target)
+                        pull.complete(part)
+                        done += 1
+                for _ in messages:  # where the connection broke, the call says why
+                    pass
+        if done < len(parts):
+            raise TransferError("the connection ended before this slice was there")
     except grpc.RpcError as error:
         cause: WaypathError = from_rpc_error(error, f"pull from {source} at {address}")
         if stop.reason:
             cause = TransferError(stop.reason)
-        raise failed(pull.name, cursor.part, source, cause) from error
+        raise failed(pull.name, parts[min(done, len(parts) - 1)], source, cause) from error
     except WaypathError as error:
-        raise failed(pull.name, cursor.part, source, error) from error
-    return cursor.received
+        raise failed(pull.name, parts[done], source, error) from error
+    return sum(part.target.nbytes for part in parts)
+
+
+@contextlib.contextmanager
+def _connected(pull: Pull, address: str, offer: pb.Streamed, call: Any, stop: Stop) -> Iterator[socket.socket]:
+    """The connection that a source offers. The block ends early where that breaks, or its call, or `stop` is set.
+
+    TransferError where there is none to be had.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        opened = socket.create_connection((host, offer.port), CONNECT_S)
+    except OSError as error:
+        raise TransferError(f"no connection to {host}:{offer.port}: {error}") from error
+    with opened as connection, contextlib.suppress(OSError, EOFError):
+        connection.settimeout(None)
+        set_timeout(connection, socket.SO_RCVTIMEO, max(0.1, pull.deadline - time.monotonic()))
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+        def call_ended() -> None:  # a source that ended it has closed its side behind the last bytes
+            if call.code() in _BROKEN:
+                end()
+
+        if not call.add_callback(call_ended):
+            call_ended()
+        with stop.cancels(end):
+            connection.sendall(offer.ticket)
+            yield connection
 
 
 def have_written(
@@ -144,7 +188,7 @@ def have_written(
     target = pb.Segment(pid=segment.pid, fd=segment.fd, nonce=segment.nonce, bytes=segment.size)
     request = pb.WriteRequest(wanted=_request(pull, parts, relayed), segment=target)
     for part, (_, offset) in zip(parts, places, strict=True):
-        request.targets.add(dtype=part.target.dtype.name, offset=offset, strides=part.target.strides)
+        request.targets.add(offset=offset, strides=part.target.strides)
     segment.writer_begins()
     try:
         with channels.channel(address) as channel:
@@ -152,7 +196,8 @@ def have_written(
             messages = call(request, timeout=max(0.1, pull.deadline - time.monotonic()), metadata=pull.metadata)
             with stop.cancels(messages.cancel):
                 for message in messages:
-                    stop.heard, opened = time.monotonic(), True
+                    opened = True
+                    stop.hear()
                     for part in parts[done : message.slices]:
                         pull.complete(part)
                     done = max(done, message.slices)
@@ -175,7 +220,7 @@ def have_written(
 def _request(pull: Pull, parts: Sequence[Part], relayed: bool) -> pb.SlicesRequest:
     request = pb.SlicesRequest(name=pull.name, puller=pull.puller, object=pull.of_object, relayed=relayed)
     for part in parts:
-        request.slices.add(tensor=part.tensor, lower=part.lower, upper=part.upper)
+        request.slices.add(tensor=part.tensor, lower=part.lower, upper=part.upper, dtype=part.target.dtype.name)
     return request
 
 
@@ -209,42 +254,3 @@ def failed(name: str, part: Part, source: str, cause: WaypathError) -> TransferE
         f"{name}: {part} from {source}: {type(cause).__name__}: {cause}",
         remote_traceback=cause.remote_traceback,
     )
-
-
-class _Cursor:
-    """Where one stream stands: chunks come in the order of the request, without gaps."""
-
-    def __init__(self, parts: Sequence[Part], complete: Callable[[Part], None]) -> None:
-        self._parts = parts
-        self._complete = complete
-        self._index = 0
-        self._offset = 0
-        self.received = 0
-        self._skip_full()
-
-    @property
-    def part(self) -> Part:
-        """The slice that is being filled."""
-        return self._parts[min(self._index, len(self._parts) - 1)]
-
-    def take(self, index: int, offset: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Write one chunk. TransferError if it is not the next one."""
-        if (index, offset) != (self._index, self._offset):
-            raise TransferError(
-                f"expected slice {self._index} at byte {self._offset}, found slice {index} at byte {offset}"
-            )
-        fill(self.part.target, offset, data)
-        self._offset += len(data)
-        self.received += len(data)
-        self._skip_full()
-
-    def finish(self) -> None:
-        """The stream has ended. TransferError if something is missing."""
-        if self._index < len(self._parts):
-            missing = self.part.target.nbytes - self._offset
-            raise TransferError(f"the stream ended {missing} bytes before the end of this slice")
-
-    def _skip_full(self) -> None:
-        while self._index < len(self._parts) and self._offset == self.part.target.nbytes:
-            self._complete(self.part)
-            self._index, self._offset = self._index + 1, 0

@@ -139,7 +139,7 @@ def test_what_cannot_be_had_is_a_transfer_error_naming_tensor_box_and_source() -
                     await transfer.pull_slices(name, [copy("w", "b", [0, 0], [20, 30]), wanted], into(target))
             with pytest.raises(TransferError, match="goes to float32"):
                 await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], lambda *_: target[0, 0])
-            with pytest.raises(TransferError, match="do not fit a box of float64"):
+            with pytest.raises(TransferError, match="w is float32, a target of float64 was given"):
                 wrong = np.zeros((1, 1), np.float64)  # twice the bytes
                 await transfer.pull_slices("p", [copy("w", "a", [0, 0], [1, 1])], lambda *_: wrong)
             peers.update([pb.Peer(worker="a", data_addresses=["127.0.0.1:1"])])
@@ -364,12 +364,12 @@ def test_a_writer_that_did_not_say_it_is_done_taints_the_segment(monkeypatch: py
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.__setattr__("offset", 0), "do not lie in a segment"),
-        (lambda t: t.__setattr__("offset", 1 << 40), "do not lie in a segment"),
-        (lambda t: t.strides.__setitem__(0, 1 << 20), "do not lie in a segment"),
-        (lambda t: t.strides.__setitem__(1, -4), "is no array in a segment"),
-        (lambda t: t.strides.append(4), "is no array in a segment"),
-        (lambda t: t.__setattr__("dtype", "int32"), "is float32, a target of int32 was given"),
+        (lambda r: r.targets[0].__setattr__("offset", 0), "do not lie in a segment"),
+        (lambda r: r.targets[0].__setattr__("offset", 1 << 40), "do not lie in a segment"),
+        (lambda r: r.targets[0].strides.__setitem__(0, 1 << 20), "do not lie in a segment"),
+        (lambda r: r.targets[0].strides.__setitem__(1, -4), "is no array in a segment"),
+        (lambda r: r.targets[0].strides.append(4), "is no array in a segment"),
+        (lambda r: r.wanted.slices[0].__setattr__("dtype", "int32"), "is float32, a target of int32 was given"),
     ],
 )
 def test_a_target_outside_its_segment_is_refused(
@@ -383,7 +383,7 @@ def test_a_target_outside_its_segment_is_refused(
             serialize = data_pb2.WriteRequest.SerializeToString
 
             def wrong(request: Any) -> bytes:
-                change(request.targets[0])
+                change(request)
                 return bytes(serialize(request))
 
             monkeypatch.setattr(pulls.pb.WriteRequest, "SerializeToString", wrong)
