@@ -44,6 +44,11 @@ class Peers:
             raise UnavailableError(f"worker {worker} is not up; known: {known}")
         return peer.data_addresses[0]
 
+    @property
+    def addresses(self) -> set[str]:
+        """The data addresses of all workers."""
+        return {address for peer in self._peers.values() for address in peer.data_addresses}
+
     def host(self, worker: str) -> str:
         """The machine of `worker`; "" if it is not in the table."""
         peer = self._peers.get(worker)

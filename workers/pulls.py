@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from waypath.proto import channel as channels
 from waypath.proto import data_pb2 as pb
 from waypath.proto.errors import NotFoundError, TransferError, WaypathError, from_rpc_error
 from waypath.proto.wire import chunks, fill
@@ -35,6 +34,8 @@ _BROKEN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 HostArray = np.ndarray[Any, Any]
 Place = tuple[Segment, int]
 """Where a part goes in shared memory: offset in the segment's file."""
+Road = tuple[str, grpc.Channel]
+"""A source's data address, and an open channel to it."""
 
 
 @dataclass
@@ -116,23 +117,22 @@ class NotSharedError(TransferError):
     """The source cannot write to this process's memory; nothing was sent."""
 
 
-def receive(pull: Pull, source: str, address: str, parts: Sequence[Part], relayed: bool, stop: Stop) -> int:
+def receive(pull: Pull, source: str, road: Road, parts: Sequence[Part], relayed: bool, stop: Stop) -> int:
     """Fetches parts from `source` over a TCP connection; returns the payload bytes. TransferError names the part that failed."""
-    done = 0
+    (address, channel), done = road, 0
     try:
-        with channels.channel(address) as channel:
-            call = channel.unary_stream(STREAM_SLICES, pb.SlicesRequest.SerializeToString, pb.Streamed.FromString)
-            timeout_s = max(0.1, pull.deadline - time.monotonic())
-            messages = call(_request(pull, parts, relayed), timeout=timeout_s, metadata=pull.metadata)
-            with stop.cancels(messages.cancel):
-                with _connected(pull, address, next(messages, pb.Streamed()), messages, stop) as connection:
-                    receiver = Receiver(connection, stop.hear)
-                    for part in parts:
-                        receiver.fill(part.target)
-                        pull.complete(part)
-                        done += 1
-                for _ in messages:  # where the connection broke, the call says why
-                    pass
+        call = channel.unary_stream(STREAM_SLICES, pb.SlicesRequest.SerializeToString, pb.Streamed.FromString)
+        timeout_s = max(0.1, pull.deadline - time.monotonic())
+        messages = call(_request(pull, parts, relayed), timeout=timeout_s, metadata=pull.metadata)
+        with stop.cancels(messages.cancel):
+            with _connected(pull, address, next(iter(messages), pb.Streamed()), messages, stop) as connection:
+                receiver = Receiver(connection, stop.hear)
+                for part in parts:
+                    receiver.fill(part.target)
+                    pull.complete(part)
+                    done += 1
+            for _ in messages:  # where the connection broke, the call says why
+                pass
         if done < len(parts):
             raise TransferError("the connection ended before this slice was there")
     except grpc.RpcError as error:
@@ -176,14 +176,14 @@ def _connected(pull: Pull, address: str, offer: pb.Streamed, call: Any, stop: St
 
 
 def have_written(
-    pull: Pull, source: str, address: str, parts: Sequence[Part], relayed: bool, stop: Stop, places: Sequence[Place]
+    pull: Pull, source: str, road: Road, parts: Sequence[Part], relayed: bool, stop: Stop, places: Sequence[Place]
 ) -> int:
     """Lets `source` write parts to their places in one segment of this process; returns the payload bytes.
 
     NotSharedError where it cannot reach the segment, TransferError naming the part at which it ended. The segment is tainted unless
     the source has said that all is done.
     """
-    segment = places[0][0]
+    segment, (address, channel) = places[0][0], road
     opened, done = False, 0
     target = pb.Segment(pid=segment.pid, fd=segment.fd, nonce=segment.nonce, bytes=segment.size)
     request = pb.WriteRequest(wanted=_request(pull, parts, relayed), segment=target)
@@ -191,16 +191,15 @@ def have_written(
         request.targets.add(offset=offset, strides=part.target.strides)
     segment.writer_begins()
     try:
-        with channels.channel(address) as channel:
-            call = channel.unary_stream(WRITE_SLICES, pb.WriteRequest.SerializeToString, pb.Written.FromString)
-            messages = call(request, timeout=max(0.1, pull.deadline - time.monotonic()), metadata=pull.metadata)
-            with stop.cancels(messages.cancel):
-                for message in messages:
-                    opened = True
-                    stop.hear()
-                    for part in parts[done : message.slices]:
-                        pull.complete(part)
-                    done = max(done, message.slices)
+        call = channel.unary_stream(WRITE_SLICES, pb.WriteRequest.SerializeToString, pb.Written.FromString)
+        messages = call(request, timeout=max(0.1, pull.deadline - time.monotonic()), metadata=pull.metadata)
+        with stop.cancels(messages.cancel):
+            for message in messages:
+                opened = True
+                stop.hear()
+                for part in parts[done : message.slices]:
+                    pull.complete(part)
+                done = max(done, message.slices)
         if done < len(parts):
             raise TransferError("the source ended before this slice was written")
     except grpc.RpcError as error:

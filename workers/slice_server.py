@@ -20,7 +20,7 @@ from waypath.proto.errors import ProtocolError, TransferError
 from waypath.proto.wire import chunks, encode
 from waypath.workers.exposed import ExposedTensor, Exposure
 from waypath.workers.segments import Mappings, window
-from waypath.workers.streams import send
+from waypath.workers.streams import Sender
 from waypath.workers.tickets import Connections
 
 __all__ = ["SliceServer"]
@@ -57,8 +57,9 @@ class SliceServer:
         async with self.connections.offer() as offer:
             yield pb.Streamed(ticket=offer.ticket, port=offer.port)
             connection = await offer.connected()
+            sender = Sender(connection)
             async for batch in _ready(exposure, wanted):
-                await _sent(connection, exposure, batch)
+                await _sent(connection, sender, exposure, batch)
                 self.egress_bytes += sum(view.nbytes for view in batch)
 
     async def write(self, exposure: Exposure, request: pb.WriteRequest) -> AsyncGenerator[pb.Written]:
@@ -97,12 +98,12 @@ async def _ready(exposure: Exposure, wanted: Sequence[pb.Slice]) -> AsyncGenerat
         yield batch
 
 
-async def _sent(connection: socket.socket, exposure: Exposure, views: Sequence[HostArray]) -> None:
+async def _sent(connection: socket.socket, sender: Sender, exposure: Exposure, views: Sequence[HostArray]) -> None:
     """Sends boxes in a thread, which has ended when this returns, or is cancelled."""
 
     def work() -> None:
         for view in views:
-            send(connection, view, exposure.using)
+            sender.send(view, exposure.using)
 
     sending = asyncio.ensure_future(asyncio.to_thread(work))
     try:

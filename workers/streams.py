@@ -3,7 +3,7 @@
 Owns the frames. Must not know gRPC, names of tensors or who asks. Called in threads by the slice server (`Sender`) and the pull (`Receiver`).
 
 Both ends cut a box alike (`pieces`), so a frame is a header of eight bytes, little-endian CRC32C and length, and the bytes of the
-next piece. A piece is 256 KiB at most: it is gathered, summed up and handed to the kernel while it is in the processor's cache, and so
+next piece. A piece is 1 MiB at most: it is gathered, summed up and handed to the kernel while it is in the processor's cache, and so
 on the other side, so that each byte is read from and written to memory once. Back-pressure is TCP's own. A receive ends when bytes come or
 the connection does: whoever has the deadline shuts it down.
 """
@@ -21,9 +21,9 @@ import numpy as np
 
 from waypath.proto.errors import TransferError
 
-__all__ = ["PIECE_BYTES", "Receiver", "pieces", "send", "set_timeout"]
+__all__ = ["PIECE_BYTES", "Receiver", "Sender", "pieces", "set_timeout"]
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
 SEND_WAIT_S = 0.2
 """A send into a full connection gives the exposure's memory back after this time."""
 
@@ -54,21 +54,35 @@ def pieces(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> Ite
         yield (slice(start, min(start + rows, shape[0])),)
 
 
-def send(connection: socket.socket, view: HostArray, using: Callable[[], AbstractContextManager[None]]) -> None:
-    """Sends a box. `using` is held while its memory is read, for `SEND_WAIT_S` at a time; it raises where that must end.
+class Sender:
+    """The sending end of one connection."""
 
-    OSError when the connection is gone.
-    """
-    set_timeout(connection, socket.SO_SNDTIMEO, SEND_WAIT_S)
-    for index in pieces(view.shape, view.itemsize):
-        with using():
-            data = _read_only(_bytes(np.ascontiguousarray(view[(*index, ...)])))
-            header = _HEADER.pack(google_crc32c.value(data), len(data))
-            sent = _send_some(connection, [header, data.data])
-        while sent < len(header) + len(data):
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._scratch = np.empty(PIECE_BYTES, np.uint8)
+        set_timeout(connection, socket.SO_SNDTIMEO, SEND_WAIT_S)
+
+    def send(self, view: HostArray, using: Callable[[], AbstractContextManager[None]]) -> None:
+        """Sends a box. `using` is held while its memory is read, for `SEND_WAIT_S` at a time; it raises where that must end.
+
+        OSError when the connection is gone.
+        """
+        for index in pieces(view.shape, view.itemsize):
             with using():
-                rest = [header[sent:], data.data] if sent < len(header) else [data.data[sent - len(header) :]]
-                sent += _send_some(connection, rest)
+                data = _read_only(self._gathered(view[(*index, ...)]))
+                header = _HEADER.pack(google_crc32c.value(data), len(data))
+                sent = _send_some(self._connection, [header, data.data])
+            while sent < len(header) + len(data):
+                with using():
+                    rest = [header[sent:], data.data] if sent < len(header) else [data.data[sent - len(header) :]]
+                    sent += _send_some(self._connection, rest)
+
+    def _gathered(self, part: HostArray) -> HostArray:
+        if part.flags.c_contiguous:
+            return _bytes(part)
+        data = self._scratch[: part.nbytes]
+        np.copyto(data.view(part.dtype).reshape(part.shape), part)
+        return data
 
 
 def _send_some(connection: socket.socket, buffers: Sequence[Any]) -> int:

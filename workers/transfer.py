@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 
 from waypath.proto import channel as channels
 from waypath.proto.errors import TransferError, WaypathError
 from waypath.workers.peers import Peers
-from waypath.workers.pulls import NotSharedError, Part, Place, Pull, Stop, failed, have_written, receive, take_own
+from waypath.workers.pulls import NotSharedError, Part, Place, Pull, Road, Stop, failed, have_written, receive, take_own
 from waypath.workers.segments import SegmentPool
 from waypath.workers.store import ObjectStore
 
@@ -70,6 +71,7 @@ class Transfer:
         self._metadata = channels.metadata(token)
         self._peers = peers
         self._store = store
+        self._channels: dict[str, grpc.Channel] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(MAX_SOURCES_AT_ONCE, "pull-slices")
 
     async def pull_slices(
@@ -123,8 +125,11 @@ class Transfer:
         return PullStats(received.total(), time.perf_counter() - started, dict(received))
 
     def close(self) -> None:
-        """Take no more pulls; streams that run are left to their deadline."""
+        """Take no more pulls; those that run are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
 
     async def _take(self, pull: Pull, source: str, relayed: bool, parts: Sequence[Part]) -> Counter[str]:
         """Parts from one source, and what it cannot give from the holders; returns bytes by who gave them."""
@@ -162,12 +167,12 @@ class Transfer:
         if source == self._worker and not pull.of_object:
             future = self._threads.submit(take_own, pull, parts, self._store.exposures)
         else:
-            address = self._address(pull, source, parts[0])
+            road = self._road(pull, source, parts[0])
             places = self._places(source, parts, pull.of_object)
             if places:
-                future = self._threads.submit(have_written, pull, source, address, parts, relayed, stop, places)
+                future = self._threads.submit(have_written, pull, source, road, parts, relayed, stop, places)
             else:
-                future = self._threads.submit(receive, pull, source, address, parts, relayed, stop)
+                future = self._threads.submit(receive, pull, source, road, parts, relayed, stop)
         waited = asyncio.wrap_future(future)
         try:
             while not (await asyncio.wait([waited], timeout=RELAY_STALL_S / 4 if relayed else None))[0]:
@@ -200,8 +205,14 @@ class Transfer:
         why = self._not_shared.get(self._peers.address(source))
         return "shared" if why is None else f"stream: {why}"
 
-    def _address(self, pull: Pull, source: str, part: Part) -> str:
+    def _road(self, pull: Pull, source: str, part: Part) -> Road:
+        """Channels stay open from one pull to the next; those to workers that are gone are closed."""
         try:
-            return self._peers.address(source)
+            address = self._peers.address(source)
         except WaypathError as error:
             raise failed(pull.name, part, source, error) from error
+        if address not in self._channels:
+            for gone in self._channels.keys() - self._peers.addresses:
+                self._channels.pop(gone).close()
+            self._channels[address] = channels.channel(address)
+        return address, self._channels[address]

@@ -79,6 +79,10 @@ class Peer:
         self.server = DataServer(self.store, TOKEN)
         self.peers = Peers()
         self.pools: dict[str, Memory] = {"shared": SegmentPool(Path("/dev/shm"), required=True), "stream": Heap()}
+        self.transfers = {
+            path: Transfer(name, TOKEN, self.peers, self.store, "here", memory if path == "shared" else None)  # type: ignore[arg-type]
+            for path, memory in self.pools.items()
+        }
         self.sets: dict[str, list[Boxes]] = {}
         self.raw: socket.socket | None = None
         self.spare = np.zeros(0, np.uint8)
@@ -122,12 +126,7 @@ class Peer:
     async def pull(self, version: int, path: str, copies: list[dict[str, Any]], verify: bool) -> dict[str, Any]:
         """As a destination: the version into the set whose turn it is."""
         boxes = self.sets[path][version % 2]
-        pool = self.pools["shared"] if path == "shared" else None
-        transfer = Transfer(self.name, TOKEN, self.peers, self.store, "here", pool)  # type: ignore[arg-type]
-        try:
-            stats = await transfer.pull_slices(f"policy/{version}", copies, boxes.view)
-        finally:
-            transfer.close()
+        stats = await self.transfers[path].pull_slices(f"policy/{version}", copies, boxes.view)
         return {"bytes": stats.bytes, "digests": boxes.digests() if verify else []}
 
     def check(self, version: int, path: str) -> dict[str, Any]:
