@@ -19,7 +19,7 @@ from waypath.controller.client_service import ClientService
 from waypath.controller.journal import Journal, read_journal
 from waypath.controller.resources import Resources
 from waypath.controller.runs.manager import RunManager
-from waypath.controller.runtime import Runtime
+from waypath.controller.runtime import DEFAULT_HEARTBEAT_TIMEOUT_S, Runtime
 from waypath.proto import channel
 from waypath.proto.client_pb2_grpc import add_ClientServicer_to_server
 from waypath.proto.errors import ConfigError, WaypathError
@@ -57,7 +57,8 @@ async def serve(args: argparse.Namespace) -> None:
     server = channel.aio_server(token)
     port = channel.bind(server, args.listen)
     epoch = next_epoch(args.run_dir / "controller.journal")
-    runtime = Runtime(cluster(args.trainers, args.inference, args.rewards), f"cluster-{secrets.token_hex(4)}", epoch)
+    resources = cluster(args.trainers, args.inference, args.rewards)
+    runtime = Runtime(resources, f"cluster-{secrets.token_hex(4)}", epoch, args.heartbeat_timeout_s)
     manager = RunManager(runtime, args.run_dir.absolute())
     add_WorkerServicer_to_server(runtime, server)
     add_ClientServicer_to_server(ClientService(runtime, manager), server)
@@ -96,6 +97,13 @@ def main() -> int:
     parser.add_argument("--trainers", type=int, default=2, help="processes of the trainer world")
     parser.add_argument("--inference", type=int, default=2, help="inference workers")
     parser.add_argument("--rewards", type=int, default=1, help="reward workers")
+    parser.add_argument(
+        "--heartbeat-timeout-s",
+        type=float,
+        default=DEFAULT_HEARTBEAT_TIMEOUT_S,
+        metavar="S",
+        help="a worker that is silent for so long is lost",
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:

@@ -38,8 +38,8 @@ from waypath.proto.errors import (
 )
 from waypath.proto.worker_pb2_grpc import WorkerServicer
 
-HEARTBEAT_TIMEOUT_S = 45.0
 LIVENESS_PERIOD_S = 1.0
+DEFAULT_HEARTBEAT_TIMEOUT_S = 45.0
 WORLD_ERROR_DELAY_S = 1.0
 MAX_SPANS = 20_000
 PEERS_DELAY_S = 0.0005
@@ -110,7 +110,14 @@ class Execution:
 class Runtime(WorkerServicer):
     """Workers' streams on one side, executions on the other, the scheduler between."""
 
-    def __init__(self, resources: Resources, cluster_id: str, epoch: int) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        cluster_id: str,
+        epoch: int,
+        heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.functions = FunctionStore()
         self.cluster_id = cluster_id
         self.epoch = epoch
@@ -379,13 +386,13 @@ class Runtime(WorkerServicer):
                 lost(link.worker, link.register.role, cause)
 
     async def watch_liveness(self) -> None:
-        """Runs for ever: a worker that is silent for `HEARTBEAT_TIMEOUT_S` is lost."""
+        """Runs for ever: a worker that is silent for `heartbeat_timeout_s` is lost."""
         while True:
             await asyncio.sleep(LIVENESS_PERIOD_S)
             now_s = time.monotonic()
             for link in list(self.connections.values()):
                 silent_s = now_s - link.heard_s
-                if silent_s > HEARTBEAT_TIMEOUT_S:
+                if silent_s > self._heartbeat_timeout_s:
                     self._lose_silent(link, silent_s)
 
     def _lose_silent(self, link: Connection, silent_s: float) -> None:

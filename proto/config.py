@@ -150,12 +150,14 @@ class ProcessesSection(Section):
     """What holds for every process of a local cluster.
 
     `transfer_path`: how a process gets weights from another on its machine: "shared": through shared memory in `shm_dir`, "stream":
-    over TCP, "auto": the first where it can be had.
+    over TCP, "auto": the first where it can be had. `heartbeat_timeout_s`: a worker that is silent for so long is lost, and a process that
+    stands stopped (SIGSTOP) for so long is killed.
     """
 
     threads: PositiveInt = 1
     max_restarts: NonNegativeInt = 5
     rejoin_timeout_s: PositiveFloat = 120.0
+    heartbeat_timeout_s: Annotated[float, Field(ge=3.0)] = 45.0
     compilation_cache: LocalPath = ".cache/jax"
     transfer_path: Literal["auto", "shared", "stream"] = "auto"
     shm_dir: LocalPath = "/dev/shm"

@@ -101,7 +101,9 @@ class LocalCluster:
         self._dialled = ""
         self._ports: dict[str, int] = {}
         budget = RestartBudget(limit=config.cluster.max_restarts)
-        self.supervisor = Supervisor(self.cluster_id, budget=budget, on_event=on_event)
+        self.supervisor = Supervisor(
+            self.cluster_id, budget=budget, on_event=on_event, stopped_s=config.cluster.heartbeat_timeout_s
+        )
 
     def __enter__(self) -> "LocalCluster":
         try:
@@ -228,6 +230,7 @@ class LocalCluster:
 
     def _launch_controller(self, spawn: Spawn) -> None:
         argv = ["--listen", self._listen, "--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
+        argv += ["--heartbeat-timeout-s", str(self.config.cluster.heartbeat_timeout_s)]
         for role, count in self._counts().items():
             argv += [CONTROLLER_FLAGS[role], str(count)]
         port = self._start_with_port(spawn, "controller", "waypath.controller.main", argv, CONTROLLER_START_S)

@@ -8,7 +8,7 @@ commands.
 A *unit* is the set of processes that live and die together (a JAX world and its coordination sidecar; or one
 process). When a member dies the rest of its unit is killed with SIGKILL, at once: a member of a JAX world
 that waits inside a collective with a dead peer never returns, and `jax.distributed` traps SIGTERM. What
-follows is the unit's policy: RESTART (after a back-off, at most so often a minute, else the cluster fails),
+follows is the unit's policy (a process that stands stopped for `stopped_s` is killed, and has died then): RESTART (after a back-off, at most so often a minute, else the cluster fails),
 END (the unit stays down and the death is on record) or FATAL (the cluster ends). Units are started in order
 and stopped in the reverse order.
 
@@ -38,6 +38,7 @@ from waypath.proto.errors import WorkerLostError
 MARKER = "WAYPATH_CLUSTER"
 GUARD = Path(__file__).resolve().parent / "guard.py"
 POLL_S = 0.05
+STOPPED_POLL_S = 0.5
 LOG_TAIL_LINES = 12
 PEER_GONE = 70  # exit code of a world's member that left because of another one
 REFUSED = 2  # exit code of a process that will never start with these arguments: it isn't tried again
@@ -160,7 +161,10 @@ class Supervisor:
         *,
         budget: RestartBudget | None = None,
         on_event: Callable[[str], None] = lambda line: None,
+        stopped_s: float = 45.0,
     ) -> None:
+        self._stopped_s = stopped_s
+        self._stopped_since: dict[int, float] = {}  # pid → when it was first seen stopped
         self.marker = marker
         self.deaths: list[Death] = []
         self.failure: str | None = None  # why the whole cluster ended, once it has
@@ -263,14 +267,30 @@ class Supervisor:
         self._children[unit.name] = started
 
     def _watch(self) -> None:
+        look_s = 0.0
         while not self._stopping.wait(POLL_S):
             with self._lock:
+                if time.monotonic() >= look_s:
+                    look_s = time.monotonic() + STOPPED_POLL_S
+                    self._kill_stopped()
                 if self._stopping.is_set() or self.failure is not None:
                     return
                 for unit in list(self._units.values()):
                     self._check(unit)
                     if self.failure is not None:
                         return  # what is dead now was killed by `fail`: it isn't a death of its own
+
+    def _kill_stopped(self) -> None:
+        """A stopped process answers nobody, and leaves for nobody."""
+        now = time.monotonic()
+        stopped = {child.pid: child for child in self.children() if _is_stopped(child.pid)}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_since.items():
+            if now - since >= self._stopped_s:
+                self._on_event(
+                    f"{stopped[pid].spec.name} (pid {pid}) has stood stopped for {self._stopped_s:g} s: killed"
+                )
+                stopped[pid].signal(signal.SIGKILL)
 
     def _check(self, unit: Unit) -> None:
         due = self._due.get(unit.name)
@@ -311,6 +331,13 @@ class Supervisor:
             self._launch(unit)
         except Exception as error:  # whatever a launch raises, the cluster must end with it, not this thread
             self.fail(f"{unit.name} could not be restarted: {error}")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _culprit(child: Child) -> tuple[bool, bool]:

@@ -122,8 +122,7 @@ def test_a_stream_ends_behind_what_is_queued_however_much_that_is(monkeypatch: p
 def test_an_error_about_one_silent_worker_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr(runtime, "LIVENESS_PERIOD_S", 0.001)
-        monkeypatch.setattr(runtime, "HEARTBEAT_TIMEOUT_S", -1.0)
-        one = Runtime(cluster(0, 2, 0), "c", 1)
+        one = Runtime(cluster(0, 2, 0), "c", 1, heartbeat_timeout_s=-1.0)
         for worker in ("inference-0", "inference-1"):
             attach(one, worker)
 

@@ -36,7 +36,7 @@ def events() -> list[str]:
 @pytest.fixture
 def supervisor(tmp_path: Path, events: list[str]) -> Iterator[Supervisor]:
     budget = RestartBudget(limit=2, window_s=60.0, first_s=0.01, longest_s=0.05)
-    supervisor = Supervisor(f"test-{tmp_path.name}-{os.getpid()}", budget=budget, on_event=events.append)
+    supervisor = Supervisor(f"test-{tmp_path.name}-{os.getpid()}", budget=budget, on_event=events.append, stopped_s=1.0)
     yield supervisor
     supervisor.kill()
     assert marked(supervisor.marker) == []
@@ -235,3 +235,14 @@ def test_children_die_with_their_launcher(tmp_path: Path, sort: signal.Signals) 
         assert psutil.pid_exists(child)
         launcher.send_signal(sort)
     eventually(lambda: marked(marker) == [], "the child died with its launcher")
+
+
+def test_a_process_that_stands_stopped_is_killed_and_started_anew(
+    supervisor: Supervisor, tmp_path: Path, events: list[str]
+) -> None:
+    supervisor.add(unit("one", Policy.RESTART, tmp_path))
+    old = pids(supervisor)["one"]
+    os.kill(old, signal.SIGSTOP)
+    eventually(lambda: pids(supervisor).get("one", old) != old, "a new process")
+    assert events[0] == f"one (pid {old}) has stood stopped for 1 s: killed"
+    assert supervisor.deaths[0].returncode == -signal.SIGKILL
